@@ -1,0 +1,140 @@
+"""Entry points: ``train.py`` and the ``disco-ds`` command."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import tyro
+
+from disco_ds.checkpoint import ExportCommand
+from disco_ds.config import TrainConfig, parse_command_line
+from disco_ds.data.demo import ensure_demo
+from disco_ds.distributed import (
+    AgreedError,
+    World,
+    agreed,
+    destroy_process_group,
+    init_process_group,
+    setup_logging,
+)
+from disco_ds.presets import DEMO_DATA, PRESETS
+
+logger = logging.getLogger(__name__)
+
+DONE, FAILED, WRONG_INPUT = 0, 1, 2
+
+
+def train(arguments: Sequence[str]) -> int:
+    """Run train.py on this rank; returns the exit status, the same on all ranks."""
+    is_main = os.environ.get("RANK", "0") == "0"
+    try:
+        config, preset = parse_command_line(arguments, PRESETS)
+        world = World.from_environment(config.device)
+    except ValueError as error:
+        return _fail(str(error), WRONG_INPUT, speaks=is_main)
+    setup_logging(world)
+    _use_few_threads(world)
+    init_process_group(world, timeout_seconds=config.timeout_seconds)
+    from disco_ds.trainer import TrainingStopped
+
+    try:
+        return _run(config, preset, world)
+    except AgreedError as error:
+        return _fail(str(error), WRONG_INPUT, speaks=world.is_main)
+    except TrainingStopped as error:
+        return _fail(str(error), FAILED, speaks=world.is_main)
+    except ValueError as error:
+        logger.debug("details", exc_info=True)
+        return _fail(f"rank {world.rank}: {error}", FAILED, speaks=True)
+    except KeyboardInterrupt:
+        return _fail("interrupted", FAILED, speaks=world.is_main)
+    finally:
+        destroy_process_group()
+
+
+def _run(config: TrainConfig, preset: str | None, world: World) -> int:
+    from disco_ds.trainer import Trainer, plan_run, summarize
+
+    if preset == "demo":
+        with agreed(world):
+            if world.is_main:
+                ensure_demo(DEMO_DATA)
+    name = preset or config.model.name
+    plan = plan_run(config, world, run_name=name)
+    logger.info(
+        "%s on %d rank(s), %s: %d samples, global batch %d (%d per rank), run folder %s",
+        config.model.name,
+        world.world_size,
+        plan.strategy.name,
+        plan.index.num_samples,
+        config.global_batch_size,
+        plan.local_batch_size,
+        plan.run_dir,
+    )
+    trainer = Trainer(plan, world)
+    results = trainer.fit()
+    exported = trainer.export()
+    trainer.close()
+    logger.info(
+        "done: step %d, %s; open_clip weights %s, everything else in %s",
+        trainer.counters.step,
+        summarize(results) or "nothing evaluated",
+        exported,
+        plan.run_dir,
+    )
+    return DONE
+
+
+def _use_few_threads(world: World) -> None:
+    """One CPU rank must not use the cores of its neighbours: oversubscribed OpenMP collapses."""
+    if world.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", "1")))
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks_here))
+
+
+def _fail(reason: str, status: int, *, speaks: bool) -> int:
+    if speaks:
+        sys.stderr.write(f"error: {reason}\n")
+        sys.stderr.flush()
+    else:
+        # The launcher ends all ranks when the first one exits: let the one that speaks be first.
+        time.sleep(1)
+    return status
+
+
+@dataclass(frozen=True)
+class DemoDataCommand:
+    """Write the demo data: OpenMoji pictures and names as webdataset shards."""
+
+    output: str = str(DEMO_DATA)
+    """Folder to write."""
+
+    def run(self) -> int:
+        """Write it; returns the exit status."""
+        print(ensure_demo(Path(self.output)))
+        return DONE
+
+
+Command = (
+    Annotated[DemoDataCommand, tyro.conf.subcommand("demo-data")]
+    | Annotated[ExportCommand, tyro.conf.subcommand("export")]
+)
+
+
+def main() -> None:
+    """The ``disco-ds`` command."""
+    setup_logging(World())
+    command = tyro.cli(Command, prog="disco-ds", use_underscores=True)  # type: ignore[arg-type]
+    try:
+        status = command.run()
+    except ValueError as error:
+        status = _fail(str(error), WRONG_INPUT, speaks=True)
+    sys.exit(status)

@@ -1,0 +1,281 @@
+"""The configuration of a run: one frozen tree, from defaults, preset or file, and command line.
+
+Each component owns its part. Precedence: defaults < ``--preset`` or ``--config`` < flags.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from disco_ds.checkpoint import CheckpointConfig
+from disco_ds.data.config import DataConfig
+from disco_ds.evaluation.run import EvaluationConfig
+from disco_ds.losses.disco import DiscoConfig
+from disco_ds.losses.siglip import SigLIPConfig
+from disco_ds.models import ModelConfig, TemperatureConfig
+from disco_ds.optim import OptimConfig
+from disco_ds.strategies.base import Precision
+from disco_ds.strategies.build import StrategyName
+
+LossConfig = (
+    Annotated[DiscoConfig, tyro.conf.subcommand("disco", prefix_name=True)]
+    | Annotated[SigLIPConfig, tyro.conf.subcommand("siglip", prefix_name=True)]
+)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Train a CLIP model on webdataset shards."""
+
+    data: DataConfig
+    """Training data."""
+
+    steps: int | None = None
+    """Optimizer steps of the whole run; or give --epochs."""
+
+    epochs: float | None = None
+    """Passes over the data of the whole run; or give --steps."""
+
+    global_batch_size: int = 1024
+    """Pairs per optimizer step, over all ranks."""
+
+    micro_batch_size: int | None = None
+    """Pairs per forward and rank: less memory for one more forward. All at once when not given."""
+
+    precision: Precision = "fp32"
+    """Arithmetic of the encoders; loss and temperature are always fp32."""
+
+    strategy: StrategyName = "auto"
+    """How ranks share the work: zero (needs --deepspeed_config) or single (one process)."""
+
+    deepspeed_config: str | None = None
+    """DeepSpeed JSON, such as ds_configs/zero2.json."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    temperature: TemperatureConfig = field(default_factory=TemperatureConfig)
+    loss: LossConfig = field(default_factory=DiscoConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+    run_dir: str | None = None
+    """Folder of this run; runs/NAME-DATE-TIME when not given. Must not exist unless resuming."""
+
+    resume: str | None = None
+    """Continue from a checkpoint: latest (of --run_dir), or the path of a run or checkpoint."""
+
+    log_every_steps: int = 10
+    """Steps between two lines of metrics.jsonl."""
+
+    seed: int = 0
+    """Seed of initial weights, data order and dropout."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute."""
+
+    timeout_seconds: float = 1800.0
+    """A collective that waits longer than this ends the run."""
+
+    def __post_init__(self) -> None:
+        if (self.steps is None) == (self.epochs is None):
+            raise ValueError("give exactly one of --steps and --epochs")
+        for name in ("steps", "epochs", "micro_batch_size", "log_every_steps", "timeout_seconds"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"--{name} {value}: must be positive")
+        if self.global_batch_size < 2:
+            raise ValueError(
+                f"--global_batch_size {self.global_batch_size}: a contrastive loss needs at least "
+                "2 pairs, one is the other's negative"
+            )
+        if self.resume == "latest" and self.run_dir is None:
+            raise ValueError("--resume latest needs --run_dir, the folder of the run to continue")
+
+
+def local_batch_size(config: TrainConfig, world_size: int) -> int:
+    """Pairs per rank and step.
+
+    Raises:
+        ValueError: the global batch cannot be split evenly, naming the nearest ones that can.
+    """
+    size, rest = divmod(config.global_batch_size, world_size)
+    if rest:
+        nearest = [n * world_size for n in (size, size + 1) if n]
+        raise ValueError(
+            f"--global_batch_size {config.global_batch_size} does not divide by {world_size} "
+            f"ranks: use {' or '.join(map(str, nearest))}"
+        )
+    return size
+
+
+def parse_command_line(
+    arguments: Sequence[str], presets: Mapping[str, typing.Callable[[], TrainConfig]]
+) -> tuple[TrainConfig, str | None]:
+    """The configuration that the arguments of train.py mean, and the preset's name.
+
+    ``--local_rank`` and ``--deepspeed``, which launchers append, are ignored.
+
+    Raises:
+        ValueError: one line naming the flag, key or file, its value and the remedy.
+        SystemExit: after ``--help``.
+    """
+    rest, special = _take_out(
+        arguments, ("--preset", "--config", "--local_rank", "--local-rank"), ("--deepspeed",)
+    )
+    if "--preset" in special and "--config" in special:
+        raise ValueError("--preset and --config exclude each other")
+    default: TrainConfig | None = None
+    if (name := special.get("--preset")) is not None:
+        if name not in presets:
+            raise ValueError(f"--preset {name}: {_suggest(name, presets)}")
+        default = presets[name]()
+    if (path := special.get("--config")) is not None:
+        default = read_config(Path(path))
+    return _run_tyro(rest, default), special.get("--preset")
+
+
+def _take_out(
+    arguments: Sequence[str], with_value: Sequence[str], alone: Sequence[str]
+) -> tuple[list[str], dict[str, str]]:
+    """Split off flags that are not part of the tree, in both spellings (--x V and --x=V)."""
+    rest, found = [], {}
+    queue = list(arguments)
+    while queue:
+        argument = queue.pop(0)
+        flag, equals, value = argument.partition("=")
+        if argument in alone:
+            continue
+        if flag not in with_value:
+            rest.append(argument)
+        elif equals:
+            found[flag] = value
+        elif queue:
+            found[flag] = queue.pop(0)
+        else:
+            raise ValueError(f"{flag} needs a value")
+    return rest, found
+
+
+def _run_tyro(arguments: list[str], default: TrainConfig | None) -> TrainConfig:
+    """Parse with tyro; its boxed message becomes one line."""
+    import contextlib
+    import io
+
+    output = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(output):
+            return tyro.cli(
+                TrainConfig,
+                prog="train.py",
+                args=arguments,
+                default=default,
+                use_underscores=True,
+                config=(tyro.conf.CascadeSubcommandArgs, tyro.conf.FlagConversionOff),
+            )
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+        raise ValueError(_one_line(output.getvalue())) from None
+
+
+def _one_line(boxed: str) -> str:
+    """The words of a message drawn in a box."""
+    words = "".join(" " if 0x2500 <= ord(char) < 0x25A0 else char for char in boxed)
+    text = " ".join(words.split())
+    return text.split(" For full helptext")[0]
+
+
+def _suggest(name: str, known: typing.Iterable[str]) -> str:
+    choices = sorted(known)
+    near = difflib.get_close_matches(name, choices, n=1, cutoff=0.5)
+    listed = ", ".join(choices)
+    return f"unknown; did you mean {near[0]}?" if near else f"unknown; known are {listed}"
+
+
+def read_config(path: Path) -> TrainConfig:
+    """A configuration file: a run's ``config.json``, or any part of one over the defaults.
+
+    Raises:
+        ValueError: no such file, not JSON, an unknown key (naming the nearest), a wrong value.
+    """
+    try:
+        content = json.loads(path.read_text())
+    except OSError as error:
+        raise ValueError(f"--config {path}: cannot read it ({error.strerror})") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"--config {path}: not JSON: {error.msg} at line {error.lineno}, column {error.colno}"
+        ) from error
+    try:
+        return typing.cast(TrainConfig, from_plain(TrainConfig, content))
+    except ValueError as error:
+        raise ValueError(f"--config {path}: {error}") from error
+
+
+def from_plain(cls: Any, content: Any, where: str = "") -> Any:
+    """Build a configuration dataclass from plain JSON values; absent keys keep their defaults.
+
+    Raises:
+        ValueError: naming the key.
+    """
+    if not isinstance(content, dict):
+        raise ValueError(f"{where or 'the file'} must be an object {{...}}, is {content!r}")
+    hints = typing.get_type_hints(cls)
+    known = {f.name for f in dataclasses.fields(cls)}
+    values = {}
+    for key, value in content.items():
+        if key not in known:
+            raise ValueError(f"key {where}{key}: {_suggest(key, known)}")
+        values[key] = _from_plain_value(hints[key], value, f"{where}{key}")
+    try:
+        return cls(**values)
+    except TypeError as error:
+        missing = str(error).rsplit(": ", 1)[-1]
+        raise ValueError(f"key missing: {where}{missing}") from error
+
+
+def _from_plain_value(hint: Any, value: Any, where: str) -> Any:
+    options = _dataclass_options(hint)
+    if not options:
+        return _validated(hint, value, where)
+    if len(options) == 1:
+        return from_plain(options[0], value, f"{where}.")
+    by_name = {_fixed_name(option): option for option in options}
+    name = value.get("name") if isinstance(value, dict) else None
+    if name not in by_name:
+        raise ValueError(f"key {where}.name: {name!r} {_suggest(str(name), by_name)}")
+    return from_plain(by_name[name], value, f"{where}.")
+
+
+def _dataclass_options(hint: Any) -> list[Any]:
+    parts = typing.get_args(hint) if _is_union(hint) else (hint,)
+    return [part for part in parts if dataclasses.is_dataclass(part)]
+
+
+def _is_union(hint: Any) -> bool:
+    return typing.get_origin(hint) in (typing.Union, types.UnionType)
+
+
+def _fixed_name(option: Any) -> str:
+    default: str = next(f.default for f in dataclasses.fields(option) if f.name == "name")
+    return default
+
+
+def _validated(hint: Any, value: Any, where: str) -> Any:
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        return TypeAdapter(hint).validate_json(json.dumps(value), strict=True)
+    except ValidationError as error:
+        detail = error.errors()[0]
+        raise ValueError(f"key {where}: {value!r}: {detail['msg']}") from error

@@ -1,0 +1,1 @@
+"""Training and evaluation data: webdataset shards as they really are."""

@@ -1,0 +1,202 @@
+"""Who am I: ranks, process group, seeds and rank-aware logging.
+
+The only module (with the losses) that asks torch.distributed for a rank. Everything else is
+handed a :class:`World`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class World:
+    """The place of this process among all processes of the run."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @property
+    def is_main(self) -> bool:
+        """True on the one rank that writes files and talks to people."""
+        return self.rank == 0
+
+    @classmethod
+    def from_environment(cls, device: str = "auto") -> World:
+        """Read RANK, WORLD_SIZE and LOCAL_RANK as torchrun and the deepspeed launcher set them.
+
+        Without them this is a single process. ``device`` is "auto", "cpu" or "cuda".
+
+        Raises:
+            ValueError: when the variables contradict each other, or CUDA was asked for in vain.
+        """
+        if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+            return cls(device=_pick_device(device, 0))
+        missing = [name for name in LAUNCHER_VARIABLES if name not in os.environ]
+        if missing:
+            raise ValueError(
+                f"launcher variables incomplete: {', '.join(missing)} not set. Start with "
+                "deepspeed, torchrun or plain python, or unset RANK and WORLD_SIZE."
+            )
+        rank, world_size, local_rank = (
+            int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+        )
+        if not 0 <= rank < world_size:
+            raise ValueError(f"RANK={rank} does not fit WORLD_SIZE={world_size}")
+        return cls(rank, world_size, local_rank, _pick_device(device, local_rank))
+
+
+def _pick_device(name: str, local_rank: int) -> torch.device:
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ValueError("--device cuda: this torch sees no CUDA device. Use --device cpu.")
+    return torch.device("cuda", local_rank)
+
+
+def init_process_group(world: World, *, timeout_seconds: float) -> None:
+    """Join the process group when there is more than one rank; nccl on CUDA, gloo on CPU.
+
+    The time-out is an argument of the group, which is why it is a setting of ours: the
+    environment variables that people try have no effect on it.
+    """
+    if world.device.type == "cuda":
+        torch.cuda.set_device(world.device)
+    if world.world_size == 1 or dist.is_initialized():
+        return
+    dist.init_process_group(
+        backend="nccl" if world.device.type == "cuda" else "gloo",
+        rank=world.rank,
+        world_size=world.world_size,
+        timeout=timedelta(seconds=timeout_seconds),
+    )
+
+
+def destroy_process_group() -> None:
+    """Leave the process group; harmless when there is none."""
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def barrier(world: World) -> None:
+    """Wait for all ranks. One collective of no payload; nothing on a single process."""
+    if world.world_size > 1:
+        dist.barrier()
+
+
+def mean_over_ranks_(tensors: Sequence[torch.Tensor], world: World) -> None:
+    """Replace float tensors by their mean over ranks, in place.
+
+    One all-reduce of all elements together (``SUM`` then ``/ W``: gloo has no ``AVG``).
+    """
+    if world.world_size == 1 or not tensors:
+        return
+    flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+    dist.all_reduce(flat)
+    flat /= world.world_size
+    for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+        tensor.copy_(part.view_as(tensor))
+
+
+def sum_over_ranks(values: Sequence[float], world: World) -> list[float]:
+    """Sum a few numbers over ranks in float64; one all-reduce of ``8 * len(values)`` bytes."""
+    if world.world_size == 1:
+        return [float(value) for value in values]
+    device = world.device if world.device.type == "cuda" else torch.device("cpu")
+    total = torch.tensor(list(values), dtype=torch.float64, device=device)
+    dist.all_reduce(total)
+    return [float(value) for value in total.tolist()]
+
+
+def gather_objects(value: T, world: World) -> list[T]:
+    """Every rank's small Python value, in rank order, on all ranks."""
+    if world.world_size == 1:
+        return [value]
+    gathered: list[T] = [value] * world.world_size
+    dist.all_gather_object(gathered, value)
+    return gathered
+
+
+class AgreedError(ValueError):
+    """An error that every rank raises with the same text: one of them is enough to report it."""
+
+
+def agree_on_error(error: BaseException | None, world: World) -> None:
+    """Turn an error of any rank into one error on every rank, so that no rank waits in vain.
+
+    Raises:
+        AgreedError: on all ranks, with the text of the lowest failing rank, which is named
+            unless every rank failed alike.
+    """
+    texts = gather_objects(None if error is None else str(error), world)
+    first = next((rank for rank, text in enumerate(texts) if text is not None), None)
+    if first is not None:
+        prefix = "" if len(set(texts)) == 1 else f"rank {first}: "
+        raise AgreedError(f"{prefix}{texts[first]}") from error
+
+
+@contextmanager
+def agreed(world: World) -> Iterator[None]:
+    """Run a block on every rank; a ValueError or OSError of one becomes the same error on all.
+
+    The block must not contain collectives that a failing rank would miss.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except (ValueError, OSError) as caught:
+        error = caught
+    agree_on_error(error, world)
+
+
+def broadcast_object(value: T | None, world: World) -> T:
+    """The main rank's small Python value, on all ranks."""
+    shared: list[T | None] = [value]
+    if world.world_size > 1:
+        dist.broadcast_object_list(shared, src=0)
+    result = shared[0]
+    assert result is not None
+    return result
+
+
+def seed_everything(seed: int, rank: int) -> None:
+    """Seed Python, numpy and torch with a number of this rank's own (dropout differs by rank).
+
+    Model initialisation does not depend on it: see :func:`disco_ds.models.create_clip`.
+    """
+    own = seed * 100_003 + rank
+    random.seed(own)
+    np.random.seed(own % 2**32)
+    torch.manual_seed(own)
+
+
+def setup_logging(world: World, *, verbose: bool = False) -> logging.Logger:
+    """Log to stderr from the main rank; other ranks only speak up at WARNING."""
+    logger = logging.getLogger("disco_ds")
+    logger.handlers.clear()
+    handler = logging.StreamHandler(sys.stderr)
+    tag = f"[rank {world.rank}] " if world.world_size > 1 and not world.is_main else ""
+    handler.setFormatter(logging.Formatter(f"{tag}%(message)s"))
+    logger.addHandler(handler)
+    quiet = logging.INFO if world.is_main else logging.WARNING
+    logger.setLevel(logging.DEBUG if verbose else quiet)
+    logger.propagate = False
+    return logger

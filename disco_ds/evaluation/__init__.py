@@ -1,0 +1,1 @@
+"""Zero-shot classification and retrieval, shared by all ranks under every strategy."""

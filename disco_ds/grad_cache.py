@@ -1,0 +1,168 @@
+"""The training step: encode, loss on detached features, gradients back through the encoders.
+
+With one micro-batch the encoder graph is kept. With several, the first pass encodes without
+gradients, the loss sees the whole local batch at once, and the second pass repeats each
+micro-batch with its own random state and sends the recorded feature gradients back (GradCache,
+arXiv 2101.06983). The result is the gradient of the full global batch, for any number of
+micro-batches, at the price of one more forward of the encoders.
+
+Gradient scale: the loss hands out ``W x d(global loss)/d(feature)`` on each of W ranks and the
+strategy averages over ranks, so parameter gradients are those of one process with all pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from disco_ds.losses.base import ContrastiveLoss
+from disco_ds.models import Temperature
+from disco_ds.strategies.base import Strategy
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """One rank's batch on its device: images ``[b, 3, S, S]``, tokens ``[b, L]``, ids ``[b]``."""
+
+    image: Tensor
+    text: Tensor
+    index: Tensor
+
+    def split(self, size: int) -> list[Pairs]:
+        """Micro-batches of ``size`` pairs; the last one may be smaller."""
+        parts = zip(
+            self.image.split(size), self.text.split(size), self.index.split(size), strict=True
+        )
+        return [Pairs(*part) for part in parts]
+
+
+def contrastive_backward(
+    strategy: Strategy,
+    loss: ContrastiveLoss,
+    temperature: Temperature,
+    pairs: Pairs,
+    *,
+    micro_batch_size: int,
+) -> Tensor:
+    """Loss of the global batch and the gradients of encoders and temperature.
+
+    Encoder gradients are left with the strategy (reduced), the temperature's in ``.grad`` as
+    this rank's share (its mean over ranks is exact). Collective; every rank makes the same
+    number of forwards when local batches are equal.
+
+    Returns:
+        the detached global loss, 0-D fp32, the same number on all ranks.
+    """
+    parts = pairs.split(micro_batch_size)
+    if len(parts) == 1:
+        features = _encode(strategy, pairs)
+        value, gradients = _loss_gradients(loss, temperature, features, pairs.index)
+        with strategy.accumulate():
+            strategy.backward(_surrogate(features, gradients), is_last=True)
+        return value
+    features, random_states = _encode_without_graph(strategy, parts)
+    value, gradients = _loss_gradients(loss, temperature, features, pairs.index)
+    after = RandomState.capture(pairs.image.device)
+    sizes = [len(part.index) for part in parts]
+    shares = zip(*(gradient.split(sizes) for gradient in gradients), strict=True)
+    with strategy.accumulate():
+        for number, (part, state, share) in enumerate(
+            zip(parts, random_states, shares, strict=True), start=1
+        ):
+            state.restore()
+            surrogate = _surrogate(_encode(strategy, part), share)
+            strategy.backward(surrogate, is_last=number == len(parts))
+    after.restore()
+    return value
+
+
+Features = tuple[Tensor, Tensor]
+
+
+def _encode(strategy: Strategy, pairs: Pairs) -> Features:
+    image_features, text_features = strategy.encode(pairs.image, pairs.text)
+    assert image_features is not None and text_features is not None
+    return image_features, text_features
+
+
+def _encode_without_graph(
+    strategy: Strategy, parts: list[Pairs]
+) -> tuple[Features, list[RandomState]]:
+    """First pass: all features of the local batch, and the random state before each part."""
+    states, features = [], []
+    with torch.no_grad(), frozen_running_statistics(strategy.module):
+        for part in parts:
+            states.append(RandomState.capture(part.image.device))
+            features.append(_encode(strategy, part))
+    image_features, text_features = (torch.cat(rows) for rows in zip(*features, strict=True))
+    return (image_features, text_features), states
+
+
+def _loss_gradients(
+    loss: ContrastiveLoss, temperature: Temperature, features: Features, index: Tensor
+) -> tuple[Tensor, Features]:
+    """Loss value and the gradients of image and text features, fp32 ``[b, d]`` each."""
+    leaves = [_full_precision(part.detach()).requires_grad_() for part in features]
+    scale, bias = temperature()
+    with torch.autocast(leaves[0].device.type, enabled=False):
+        value = loss(leaves[0], leaves[1], scale, bias, index=index)
+        value.backward()
+    assert leaves[0].grad is not None and leaves[1].grad is not None
+    return value.detach(), (leaves[0].grad, leaves[1].grad)
+
+
+def _surrogate(features: Features, gradients: Features) -> Tensor:
+    """A scalar whose gradient w.r.t. the features is the recorded one (locked towers left out)."""
+    products = [
+        (_full_precision(part) * gradient).sum()
+        for part, gradient in zip(features, gradients, strict=True)
+        if part.requires_grad
+    ]
+    return torch.stack(products).sum()
+
+
+def _full_precision(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+@dataclass(frozen=True)
+class RandomState:
+    """State of the CPU generator and of the device's, if it has its own."""
+
+    cpu: Tensor
+    cuda: Tensor | None
+    device: torch.device
+
+    @classmethod
+    def capture(cls, device: torch.device) -> RandomState:
+        """The state as it is now."""
+        cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        return cls(torch.get_rng_state(), cuda, device)
+
+    def restore(self) -> None:
+        """Make the generators continue from here."""
+        torch.set_rng_state(self.cpu)
+        if self.cuda is not None:
+            torch.cuda.set_rng_state(self.cuda, self.device)
+
+
+@contextmanager
+def frozen_running_statistics(module: nn.Module) -> Iterator[None]:
+    """Keep BatchNorm's running statistics: each micro-batch must count once, in the second pass."""
+    norms = [
+        m
+        for m in module.modules()
+        if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.track_running_stats
+    ]
+    momenta = [norm.momentum for norm in norms]
+    for norm in norms:
+        norm.momentum = 0.0
+    try:
+        yield
+    finally:
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum

@@ -1,0 +1,106 @@
+"""Parameter groups, the optimizer and the learning-rate schedule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """AdamW with open_clip's groups and a warm-up."""
+
+    name: Literal["adamw"] = "adamw"
+    """Optimizer (torch's; nothing is compiled)."""
+
+    lr: float = 5e-4
+    """Peak learning rate."""
+
+    min_lr: float = 0.0
+    """Learning rate at the last step."""
+
+    warmup_steps: int = 2000
+    """Optimizer steps of linear warm-up."""
+
+    schedule: Literal["cosine", "constant"] = "cosine"
+    """Shape after the warm-up."""
+
+    beta1: float = 0.9
+    """AdamW's first-moment decay."""
+
+    beta2: float = 0.98
+    """AdamW's second-moment decay."""
+
+    eps: float = 1e-6
+    """AdamW's epsilon."""
+
+    weight_decay: float = 0.2
+    """Decoupled weight decay of matrices; gains, biases and temperature have none."""
+
+    max_grad_norm: float | None = None
+    """Clip the global gradient norm of the encoders to this; no clipping when not given. The
+    temperature is not part of the norm and is not clipped."""
+
+    def __post_init__(self) -> None:
+        if self.lr <= 0 or self.min_lr < 0 or self.min_lr > self.lr:
+            raise ValueError(
+                f"--optim.lr {self.lr:g} and --optim.min_lr {self.min_lr:g}: need 0 <= min_lr <= lr"
+            )
+        if self.warmup_steps < 0:
+            raise ValueError(f"--optim.warmup_steps {self.warmup_steps}: must not be negative")
+        if self.max_grad_norm is not None and self.max_grad_norm <= 0:
+            raise ValueError(
+                f"--optim.max_grad_norm {self.max_grad_norm:g}: must be positive; leave it out "
+                "for no clipping"
+            )
+
+
+def learning_rate(config: OptimConfig, step: int, total_steps: int, *, peak: float) -> float:
+    """Learning rate of optimizer step ``step`` (0-based, counting taken steps only).
+
+    Linear warm-up to ``peak`` at step ``warmup_steps - 1``, then the schedule; the minimum
+    scales with ``peak``.
+    """
+    if step < config.warmup_steps:
+        return peak * (step + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return peak
+    lowest = config.min_lr * peak / config.lr
+    span = max(1, total_steps - config.warmup_steps)
+    progress = min(1.0, (step - config.warmup_steps) / span)
+    return lowest + (peak - lowest) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
+    """Trainable parameters in two groups: no decay for vectors and scalars, decay for the rest.
+
+    Vectors are gains and biases: open_clip's rule, without its matching on names.
+    """
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": config.weight_decay},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def build_optimizer(config: OptimConfig, groups: Iterable[Any]) -> torch.optim.Optimizer:
+    """AdamW over ``groups`` (parameters or group dictionaries)."""
+    return torch.optim.AdamW(
+        groups,
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        weight_decay=0.0,
+    )
+
+
+def set_learning_rate(optimizer: Any, lr: float) -> None:
+    """Set the rate of every group (also through DeepSpeed's optimizer wrappers)."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr

@@ -1,0 +1,1 @@
+"""How model, optimizer and gradients are spread over ranks: one Strategy each."""

@@ -1,0 +1,148 @@
+"""What the training step asks of an engine, and nothing more.
+
+A strategy owns the wrapped encoders and their optimizer. The encoders are touched only through
+``forward()`` and gradients come back as one scalar, so every engine sees an ordinary backward.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from disco_ds.distributed import World, mean_over_ranks_
+from disco_ds.models import Encoders
+from disco_ds.optim import OptimConfig
+
+Precision = Literal["fp32", "bf16"]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What became of one optimizer step."""
+
+    grad_norm: float
+    """Global gradient norm of the encoders before clipping."""
+
+    skipped: bool
+    """True when the engine refused the step (overflow); nothing was changed then."""
+
+
+@dataclass(frozen=True)
+class EngineState:
+    """Encoder state in fp32 under plain names, complete on the main rank, empty on the others.
+
+    The form is the same for every strategy, ZeRO stage and number of ranks.
+    """
+
+    parameters: dict[str, Tensor]
+    """Parameters and persistent buffers by name."""
+
+    moments: dict[str, Tensor]
+    """``"KEY/NAME"``: optimizer state of the trainable parameter NAME, such as exp_avg."""
+
+    optimizer_steps: int
+    """Steps the optimizer has taken (Adam's bias correction)."""
+
+
+class Strategy(ABC):
+    """One way of spreading model and optimizer over ranks. Gradients are averaged over ranks."""
+
+    name: ClassVar[str]
+    world: World
+    module: Encoders
+    """The encoders as built; call :meth:`encode` instead of this."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    @abstractmethod
+    def setup(self, encoders: Encoders, optim: OptimConfig) -> None:
+        """Wrap the encoders and make their optimizer. Collective."""
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The ranks over which gradients are averaged; None on a single process."""
+        return dist.group.WORLD if self.world.world_size > 1 else None
+
+    @abstractmethod
+    def encode(
+        self, image: Tensor | None, text: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Features ``[b, d]`` of images and texts, not normalised, through the wrapped forward.
+
+        Collective: all ranks call it equally often, with any batch sizes.
+        """
+
+    @abstractmethod
+    def accumulate(self) -> AbstractContextManager[None]:
+        """Surround the backward calls of one step; gradients are reduced once."""
+
+    @abstractmethod
+    def backward(self, surrogate: Tensor, *, is_last: bool) -> None:
+        """Add the gradient of a 0-D surrogate; ``is_last`` marks the step's last micro-batch."""
+
+    @abstractmethod
+    def step(self, lr: float) -> StepResult:
+        """Clip, update with this learning rate, clear the gradients. Collective."""
+
+    @abstractmethod
+    def state(self) -> EngineState:
+        """Everything a resumed run needs of the encoders. Collective."""
+
+    @abstractmethod
+    def load_state(self, state: EngineState) -> None:
+        """Take over a state; every rank passes the whole state. Collective."""
+
+    def close(self) -> None:
+        """Release the engine."""
+        return
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Encode without gradients and without dropout; training is left as it was."""
+        training = self.module.training
+        self.module.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.module.train(training)
+
+    def average_buffers(self) -> None:
+        """Average floating-point buffers (BatchNorm's running statistics) over ranks.
+
+        Each rank normalises with its own batch; what is evaluated and saved is the mean.
+        One all-reduce of all buffers together; none for models without such buffers.
+        """
+        buffers = [b for b in persistent_buffers(self.module).values() if b.is_floating_point()]
+        mean_over_ranks_(buffers, self.world)
+
+
+def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Buffers that belong to the weights, by name."""
+    names = module.state_dict(keep_vars=True).keys()
+    return {name: buffer for name, buffer in module.named_buffers() if name in names}
+
+
+def copy_into(targets: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    """Copy tensors by name, in place.
+
+    Raises:
+        ValueError: a name is missing, or a shape differs.
+    """
+    for name, target in targets.items():
+        if name not in values or values[name].shape != target.shape:
+            found = "missing" if name not in values else f"of shape {tuple(values[name].shape)}"
+            raise ValueError(
+                f"the checkpoint does not fit the model: {name} is {found}, "
+                f"needed {tuple(target.shape)}"
+            )
+        with torch.no_grad():
+            target.copy_(values[name])

@@ -1,0 +1,265 @@
+"""DeepSpeed ZeRO, stages 0 to 3: the engine does everything but see the batch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from disco_ds.distributed import World
+from disco_ds.models import Encoders
+from disco_ds.optim import OptimConfig, build_optimizer, parameter_groups, set_learning_rate
+from disco_ds.strategies.base import (
+    EngineState,
+    StepResult,
+    Strategy,
+    copy_into,
+    persistent_buffers,
+)
+
+
+class ZeroStrategy(Strategy):
+    """A DeepSpeed engine around the encoders, with torch's AdamW.
+
+    Args:
+        world: this process.
+        ds_config: a configuration resolved by :func:`..ds_config.resolve_ds_config`.
+    """
+
+    name = "zero"
+
+    def __init__(self, world: World, *, ds_config: Mapping[str, Any]) -> None:
+        super().__init__(world)
+        self.ds_config = dict(ds_config)
+        self.stage: int = self.ds_config["zero_optimization"].get("stage", 0)
+
+    def setup(self, encoders: Encoders, optim: OptimConfig) -> None:
+        """``deepspeed.initialize``: broadcasts the weights of rank 0, shards as the stage says."""
+        deepspeed = import_deepspeed(self.world)
+        if any(hasattr(parameter, "ds_id") for parameter in encoders.parameters()):
+            raise ValueError(
+                "the model was made under zero.Init, which discards its initialisation"
+            )
+        encoders = encoders.to(self.world.device)
+        optimizer = build_optimizer(optim, parameter_groups(encoders, optim))
+        self.module = encoders
+        self.engine, *_ = deepspeed.initialize(
+            model=encoders, optimizer=optimizer, config=self.ds_config, dist_init_required=False
+        )
+        self.optimizer_steps = 0
+
+    def encode(
+        self, image: Tensor | None, text: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Features ``[b, d]``, not normalised, through ``engine.forward``."""
+        features: tuple[Tensor | None, Tensor | None] = self.engine(image, text)
+        return features
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Reduce once: coalesced at stages 1 to 3, by hand-set boundaries at stage 0."""
+        if not hasattr(self.engine.optimizer, "_coalesce_grad_reduction"):
+            yield
+            return
+        coalesced: AbstractContextManager[None] = self.engine.coalesce_grad_reduction()
+        with coalesced:
+            yield
+
+    def backward(self, surrogate: Tensor, *, is_last: bool) -> None:
+        """``engine.backward`` without DeepSpeed's division by accumulation steps."""
+        if not hasattr(self.engine.optimizer, "_coalesce_grad_reduction"):
+            self.engine.set_gradient_accumulation_boundary(is_last)
+        self.engine.backward(surrogate, scale_wrt_gas=False)
+
+    def step(self, lr: float) -> StepResult:
+        """``engine.step``: clips by the fp32 global norm, updates the master weights."""
+        set_learning_rate(self.engine.optimizer, lr)
+        # Stage 0 computes no norm unless it clips, and then returns it too late to be trusted.
+        norm = _gradient_norm(self.module) if self.stage == 0 else None
+        self.engine.step()
+        skipped = not self.engine.was_step_applied()
+        self.optimizer_steps += not skipped
+        if norm is None:
+            norm = float(self.engine.get_global_grad_norm())
+        return StepResult(grad_norm=norm, skipped=skipped)
+
+    def state(self) -> EngineState:
+        """Gather fp32 masters and moments, one parameter at a time; kept on the main rank.
+
+        One all-reduce (stage 3: all-gather) per parameter and tensor kind.
+        """
+        parameters: dict[str, Tensor] = {}
+        moments: dict[str, Tensor] = {}
+        keys = self._moment_keys()
+        self._link_moments()
+        for name, parameter in self.module.named_parameters():
+            parameters[name] = self._full_parameter(parameter)
+            for key in keys if parameter.requires_grad else ():
+                moments[f"{key}/{name}"] = self._full_moment(parameter, key)
+            if not self.world.is_main:
+                parameters.clear()
+                moments.clear()
+        if self.world.is_main:
+            for name, buffer in persistent_buffers(self.module).items():
+                parameters[name] = buffer.detach().cpu().clone()
+        return EngineState(parameters, moments, self.optimizer_steps)
+
+    def load_state(self, state: EngineState) -> None:
+        """Write weights, fp32 masters and moments of every rank's own partition."""
+        self._load_weights(state.parameters)
+        keys = sorted({name.split("/", 1)[0] for name in state.moments})
+        self._prepare_moments(keys, state.optimizer_steps)
+        for name, parameter in self.module.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            self._set_partition(parameter, state.parameters[name], None)
+            for key in keys:
+                self._set_partition(parameter, state.moments[f"{key}/{name}"], key)
+        self.optimizer_steps = state.optimizer_steps
+
+    def close(self) -> None:
+        """Destroy the engine and its hooks."""
+        self.engine.destroy()
+
+    # How DeepSpeed lays out its state. Stage 0 in fp32 hands back the plain torch optimizer;
+    # the other stages keep flat fp32 partitions that its tensor-fragment functions address.
+
+    @property
+    def _torch_optimizer(self) -> torch.optim.Optimizer:
+        inner: torch.optim.Optimizer = getattr(
+            self.engine.optimizer, "optimizer", self.engine.optimizer
+        )
+        return inner
+
+    def _is_flat(self, parameter: nn.Parameter) -> bool:
+        return hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping")
+
+    def _moment_keys(self) -> list[str]:
+        states = self._torch_optimizer.state.values()
+        return sorted({key for state in states for key in state if key != "step"})
+
+    def _full_parameter(self, parameter: nn.Parameter) -> Tensor:
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        if parameter.requires_grad and self._is_flat(parameter):
+            return _on_cpu(safe_get_full_fp32_param(parameter))
+        with self._gathered([parameter]):
+            return _on_cpu(parameter)
+
+    def _full_moment(self, parameter: nn.Parameter, key: str) -> Tensor:
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        if self._is_flat(parameter):
+            return _on_cpu(safe_get_full_optimizer_state(parameter, key))
+        return _on_cpu(self._torch_optimizer.state[parameter][key])
+
+    @contextmanager
+    def _gathered(self, parameters: list[nn.Parameter], *, modify: bool = False) -> Iterator[None]:
+        """Whole parameters at stage 3; at the other stages they are whole anyway."""
+        if self.stage < 3:
+            yield
+            return
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters(parameters, modifier_rank=0 if modify else None):
+            yield
+
+    def _load_weights(self, values: Mapping[str, Tensor]) -> None:
+        for name, parameter in self.module.named_parameters():
+            with self._gathered([parameter], modify=True):
+                copy_into({name: parameter}, values)
+        copy_into(persistent_buffers(self.module), values)
+
+    def _prepare_moments(self, keys: list[str], steps: int) -> None:
+        """Create the optimizer's (lazily made) state, so that it can be written to."""
+        optimizer = self._torch_optimizer
+        for group in optimizer.param_groups:
+            for parameter in self._optimizer_parameters(group):
+                optimizer.state[parameter] = (
+                    {
+                        "step": torch.tensor(float(steps)),
+                        **{key: torch.zeros_like(parameter) for key in keys},
+                    }
+                    if keys
+                    else {}
+                )
+        self._link_moments()
+
+    def _link_moments(self) -> None:
+        """Point each parameter at its part of the flat moments.
+
+        DeepSpeed links them once, after the first group's first step, when the other groups
+        have none yet.
+        """
+        optimizer = self._torch_optimizer
+        for parameter in self.module.parameters():
+            if (mapping := getattr(parameter, "_hp_mapping", None)) is not None:
+                flat = optimizer.param_groups[mapping.param_group_index]["params"][0]
+                mapping.set_optim_state_fragment(flat, optimizer.state[flat])
+
+    def _optimizer_parameters(self, group: Mapping[str, Any]) -> list[Tensor]:
+        if self.stage == 3:
+            # Stage 3 shows its sub-groups to the optimizer one at a time.
+            flat: list[Tensor] = self.engine.optimizer.fp32_partitioned_groups_flat
+            return flat
+        return list(group["params"])
+
+    def _set_partition(self, parameter: nn.Parameter, value: Tensor, key: str | None) -> None:
+        from deepspeed import utils
+
+        value = value.to(device=self.world.device, dtype=torch.float32)
+        if hasattr(parameter, "ds_id"):
+            part = _own_part(value, parameter.ds_tensor.numel(), self.world)
+            if key is None:
+                utils.safe_set_local_fp32_param(parameter, part)
+            else:
+                utils.safe_set_local_optimizer_state(parameter, part, key)
+        elif self._is_flat(parameter):
+            if key is None:
+                utils.safe_set_full_fp32_param(parameter, value)
+            else:
+                utils.safe_set_full_optimizer_state(parameter, value, key)
+        elif key is not None:
+            self._torch_optimizer.state[parameter][key].copy_(value)
+
+
+def import_deepspeed(world: World) -> Any:
+    """Import DeepSpeed without its start-up compilation.
+
+    On CPU hosts it would compile a shared-memory operator (minutes on two cores) that only
+    inference uses. Its table of usable operators is asked before compiling: an empty one says no.
+    """
+    if world.device.type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import deepspeed
+    import deepspeed.ops
+
+    if "__compatible_ops__" not in vars(deepspeed.ops):
+        deepspeed.ops.__compatible_ops__ = {}
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if not hasattr(deepspeed.DeepSpeedEngine, "coalesce_grad_reduction"):
+        raise ValueError(
+            f"deepspeed {deepspeed.__version__} cannot reduce several micro-batches at once: "
+            "install deepspeed>=0.19.6"
+        )
+    return deepspeed
+
+
+def _gradient_norm(module: nn.Module) -> float:
+    gradients = [p.grad for p in module.parameters() if p.grad is not None]
+    return float(torch.linalg.vector_norm(torch.stack([g.norm() for g in gradients])))
+
+
+def _on_cpu(tensor: Tensor) -> Tensor:
+    return tensor.detach().to(device="cpu", dtype=torch.float32, copy=True)
+
+
+def _own_part(value: Tensor, numel: int, world: World) -> Tensor:
+    """This rank's slice of a flattened tensor, zero-padded: stage 3's layout."""
+    padded = torch.zeros(numel * world.world_size, dtype=value.dtype, device=value.device)
+    padded[: value.numel()] = value.flatten()
+    return padded[world.rank * numel : (world.rank + 1) * numel]

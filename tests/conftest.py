@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from harness import start_forkserver
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    start_forkserver()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Slow tests run when asked for by mark, GPU tests where there is a GPU."""
+    import torch
+
+    wanted = config.option.markexpr
+    deselected = [item for item in items if "slow" in item.keywords and "slow" not in wanted]
+    deselected += [
+        item for item in items if "gpu" in item.keywords and not torch.cuda.is_available()
+    ]
+    if deselected:
+        config.hook.pytest_deselected(items=deselected)
+        items[:] = [item for item in items if item not in deselected]
