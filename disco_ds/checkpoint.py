@@ -5,8 +5,8 @@ A checkpoint is a folder that is complete or absent::
     checkpoints/step_00000100/
         model.safetensors        fp32 weights and temperature under open_clip's names: an export
         optimizer.safetensors    moments, "exp_avg/NAME" ...
-        rank_00000.pt            random states and data position of each rank
-        state.json               step, counters, versions, the temperature's optimizer
+        rank_00000.pt            random states of each rank
+        state.json               step, counters, data position, configuration, versions
         manifest.json            name, size and SHA-256 of each file; written last
     checkpoints/latest           name of the newest complete folder
 
@@ -70,10 +70,10 @@ class Snapshot:
     """Moments of encoders and temperature."""
 
     rank_state: dict[str, Any]
-    """This rank's own: random states, data position. Tensors and plain values."""
+    """This rank's own: random states. Tensors and plain values."""
 
     shared: dict[str, Any]
-    """Counters and settings, JSON; the same on all ranks."""
+    """Counters, data position and settings, JSON; the same on all ranks."""
 
 
 def step_folder(checkpoints: Path, step: int) -> Path:

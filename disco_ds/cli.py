@@ -132,7 +132,7 @@ Command = (
 def main() -> None:
     """The ``disco-ds`` command."""
     setup_logging(World())
-    command = tyro.cli(Command, prog="disco-ds", use_underscores=True)  # type: ignore[arg-type]
+    command = tyro.cli(Command, prog="disco-ds", use_underscores=True)
     try:
         status = command.run()
     except ValueError as error:

@@ -5,12 +5,15 @@ Each component owns its part. Precedence: defaults < ``--preset`` or ``--config`
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
+import io
 import json
+import re
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -24,8 +27,9 @@ from disco_ds.losses.disco import DiscoConfig
 from disco_ds.losses.siglip import SigLIPConfig
 from disco_ds.models import ModelConfig, TemperatureConfig
 from disco_ds.optim import OptimConfig
-from disco_ds.strategies.base import Precision
-from disco_ds.strategies.build import StrategyName
+from disco_ds.strategies.config import EngineConfig, Precision, StrategyName
+
+TYRO_TITLES = r"^(.*?Error parsing (TrainConfig: |\w+: (?=--))?|Invalid choice |Missing argument )"
 
 LossConfig = (
     Annotated[DiscoConfig, tyro.conf.subcommand("disco", prefix_name=True)]
@@ -37,7 +41,7 @@ LossConfig = (
 class TrainConfig:
     """Train a CLIP model on webdataset shards."""
 
-    data: DataConfig
+    data: DataConfig = field(default_factory=DataConfig)
     """Training data."""
 
     steps: int | None = None
@@ -56,7 +60,8 @@ class TrainConfig:
     """Arithmetic of the encoders; loss and temperature are always fp32."""
 
     strategy: StrategyName = "auto"
-    """How ranks share the work: zero (needs --deepspeed_config) or single (one process)."""
+    """How ranks share the work. auto: zero with --deepspeed_config, ddp on several ranks, else
+    single."""
 
     deepspeed_config: str | None = None
     """DeepSpeed JSON, such as ds_configs/zero2.json."""
@@ -65,6 +70,7 @@ class TrainConfig:
     temperature: TemperatureConfig = field(default_factory=TemperatureConfig)
     loss: LossConfig = field(default_factory=DiscoConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
@@ -119,7 +125,7 @@ def local_batch_size(config: TrainConfig, world_size: int) -> int:
 
 
 def parse_command_line(
-    arguments: Sequence[str], presets: Mapping[str, typing.Callable[[], TrainConfig]]
+    arguments: Sequence[str], presets: Mapping[str, Callable[[], TrainConfig]]
 ) -> tuple[TrainConfig, str | None]:
     """The configuration that the arguments of train.py mean, and the preset's name.
 
@@ -168,17 +174,15 @@ def _take_out(
 
 def _run_tyro(arguments: list[str], default: TrainConfig | None) -> TrainConfig:
     """Parse with tyro; its boxed message becomes one line."""
-    import contextlib
-    import io
-
     output = io.StringIO()
     try:
         with contextlib.redirect_stderr(output):
-            return tyro.cli(
+            config, unknown = tyro.cli(
                 TrainConfig,
                 prog="train.py",
                 args=arguments,
                 default=default,
+                return_unknown_args=True,
                 use_underscores=True,
                 config=(tyro.conf.CascadeSubcommandArgs, tyro.conf.FlagConversionOff),
             )
@@ -186,20 +190,46 @@ def _run_tyro(arguments: list[str], default: TrainConfig | None) -> TrainConfig:
         if not stop.code:
             raise
         raise ValueError(_one_line(output.getvalue())) from None
+    assert config is not None
+    if unknown:
+        raise ValueError(_unknown_argument(unknown[0], config))
+    return config
 
 
 def _one_line(boxed: str) -> str:
-    """The words of a message drawn in a box."""
+    """The reason in a message that tyro drew in a box."""
     words = "".join(" " if 0x2500 <= ord(char) < 0x25A0 else char for char in boxed)
-    text = " ".join(words.split())
-    return text.split(" For full helptext")[0]
+    text = " ".join(words.split()).split(" For full helptext")[0].split(" Argument helptext")[0]
+    return re.sub(TYRO_TITLES, "", text)
 
 
-def _suggest(name: str, known: typing.Iterable[str]) -> str:
-    choices = sorted(known)
-    near = difflib.get_close_matches(name, choices, n=1, cutoff=0.5)
-    listed = ", ".join(choices)
-    return f"unknown; did you mean {near[0]}?" if near else f"unknown; known are {listed}"
+def _unknown_argument(argument: str, config: TrainConfig) -> str:
+    flag = argument.partition("=")[0]
+    losses = [f"loss:{_fixed_name(option)}" for option in _dataclass_options(LossConfig)]
+    if not flag.startswith("--"):
+        return f"{argument}: {_suggest(argument, losses)}"
+    known = [f"--{name}" for name in _leaf_names(TrainConfig)]
+    if flag.startswith("--loss.") and flag in known:
+        own = f"loss:{config.loss.name}"
+        return f"{flag}: name the loss before its flags, such as {own} {flag}"
+    return f"{flag}: {_suggest(flag, known, list_all=False)}"
+
+
+def _leaf_names(cls: Any, prefix: str = "") -> Iterator[str]:
+    """Dotted names of all settings; those of every member of a union."""
+    for name, hint in typing.get_type_hints(cls).items():
+        options = _dataclass_options(hint)
+        for option in options:
+            yield from _leaf_names(option, f"{prefix}{name}.")
+        if not options:
+            yield f"{prefix}{name}"
+
+
+def _suggest(name: str, known: Iterable[str], *, list_all: bool = True) -> str:
+    choices = sorted(set(known))
+    if near := difflib.get_close_matches(name, choices, n=1, cutoff=0.5):
+        return f"unknown; did you mean {near[0]}?"
+    return f"unknown; known are {', '.join(choices)}" if list_all else "unknown; see --help"
 
 
 def read_config(path: Path) -> TrainConfig:
@@ -259,7 +289,8 @@ def _from_plain_value(hint: Any, value: Any, where: str) -> Any:
 
 def _dataclass_options(hint: Any) -> list[Any]:
     parts = typing.get_args(hint) if _is_union(hint) else (hint,)
-    return [part for part in parts if dataclasses.is_dataclass(part)]
+    bare = [typing.get_args(p)[0] if typing.get_origin(p) is Annotated else p for p in parts]
+    return [part for part in bare if dataclasses.is_dataclass(part)]
 
 
 def _is_union(hint: Any) -> bool:
@@ -267,8 +298,7 @@ def _is_union(hint: Any) -> bool:
 
 
 def _fixed_name(option: Any) -> str:
-    default: str = next(f.default for f in dataclasses.fields(option) if f.name == "name")
-    return default
+    return next(str(f.default) for f in dataclasses.fields(option) if f.name == "name")
 
 
 def _validated(hint: Any, value: Any, where: str) -> Any:

@@ -144,12 +144,12 @@ def agree_on_error(error: BaseException | None, world: World) -> None:
 
     Raises:
         AgreedError: on all ranks, with the text of the lowest failing rank, which is named
-            unless every rank failed alike.
+            unless it is the main rank (which works on behalf of all).
     """
     texts = gather_objects(None if error is None else str(error), world)
     first = next((rank for rank, text in enumerate(texts) if text is not None), None)
     if first is not None:
-        prefix = "" if len(set(texts)) == 1 else f"rank {first}: "
+        prefix = f"rank {first}: " if first else ""
         raise AgreedError(f"{prefix}{texts[first]}") from error
 
 

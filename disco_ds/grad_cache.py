@@ -12,13 +12,15 @@ strategy averages over ranks, so parameter gradients are those of one process wi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from disco_ds.distributed import World
 from disco_ds.losses.base import ContrastiveLoss
 from disco_ds.models import Temperature
 from disco_ds.strategies.base import Strategy
@@ -32,12 +34,36 @@ class Pairs:
     text: Tensor
     index: Tensor
 
-    def split(self, size: int) -> list[Pairs]:
-        """Micro-batches of ``size`` pairs; the last one may be smaller."""
-        parts = zip(
-            self.image.split(size), self.text.split(size), self.index.split(size), strict=True
+    def split(self, sizes: Sequence[int]) -> list[Pairs]:
+        """Consecutive micro-batches of these sizes."""
+        columns = [column.split(list(sizes)) for column in (self.image, self.text, self.index)]
+        return [Pairs(*part) for part in zip(*columns, strict=True)]
+
+
+def micro_batch_sizes(num_pairs: int, micro_batch_size: int, world: World) -> list[int]:
+    """How a rank divides its pairs, into as many micro-batches as every other rank.
+
+    Full micro-batches and a smaller last one for what is left over. A rank that would have fewer
+    micro-batches than another one divides its pairs evenly instead: sharded engines wait for ever
+    when ranks differ in their number of forwards. One all-reduce of two numbers.
+
+    Raises:
+        ValueError: on all ranks, when a rank has fewer pairs than another one has micro-batches.
+    """
+    count, fewest = -(-num_pairs // micro_batch_size), num_pairs
+    if world.world_size > 1:
+        shared = torch.tensor([count, -num_pairs], device=world.device)
+        dist.all_reduce(shared, op=dist.ReduceOp.MAX)
+        count, fewest = int(shared[0]), -int(shared[1])
+    if fewest < count:
+        raise ValueError(
+            f"{count} micro-batches on one rank, but only {fewest} pairs on another: give every "
+            "rank the same number of pairs, or raise micro_batch_size"
         )
-        return [Pairs(*part) for part in parts]
+    if count == -(-num_pairs // micro_batch_size):
+        full, rest = divmod(num_pairs, micro_batch_size)
+        return [micro_batch_size] * full + [rest] * (rest > 0)
+    return [(num_pairs + part) // count for part in range(count)]
 
 
 def contrastive_backward(
@@ -51,31 +77,29 @@ def contrastive_backward(
     """Loss of the global batch and the gradients of encoders and temperature.
 
     Encoder gradients are left with the strategy (reduced), the temperature's in ``.grad`` as
-    this rank's share (its mean over ranks is exact). Collective; every rank makes the same
-    number of forwards when local batches are equal.
+    this rank's share (its mean over ranks is exact). Collective; ranks may hold different numbers
+    of pairs, see :func:`micro_batch_sizes`.
 
     Returns:
         the detached global loss, 0-D fp32, the same number on all ranks.
     """
-    parts = pairs.split(micro_batch_size)
-    if len(parts) == 1:
+    sizes = micro_batch_sizes(len(pairs.index), micro_batch_size, strategy.world)
+    if len(sizes) == 1:
         features = _encode(strategy, pairs)
         value, gradients = _loss_gradients(loss, temperature, features, pairs.index)
-        with strategy.accumulate():
-            strategy.backward(_surrogate(features, gradients), is_last=True)
+        with strategy.accumulate(), strategy.micro_batch(is_last=True):
+            strategy.backward(_surrogate(features, gradients))
         return value
+    parts = pairs.split(sizes)
     features, random_states = _encode_without_graph(strategy, parts)
     value, gradients = _loss_gradients(loss, temperature, features, pairs.index)
     after = RandomState.capture(pairs.image.device)
-    sizes = [len(part.index) for part in parts]
-    shares = zip(*(gradient.split(sizes) for gradient in gradients), strict=True)
+    shares = list(zip(*(gradient.split(sizes) for gradient in gradients), strict=True))
     with strategy.accumulate():
-        for number, (part, state, share) in enumerate(
-            zip(parts, random_states, shares, strict=True), start=1
-        ):
+        for part, state, share in zip(parts, random_states, shares, strict=True):
             state.restore()
-            surrogate = _surrogate(_encode(strategy, part), share)
-            strategy.backward(surrogate, is_last=number == len(parts))
+            with strategy.micro_batch(is_last=part is parts[-1]):
+                strategy.backward(_surrogate(_encode(strategy, part), share))
     after.restore()
     return value
 

@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 from disco_ds.distributed import World
 
@@ -85,14 +85,14 @@ def _open_tensorboard(folder: Path, *, purge_step: int) -> SummaryWriter | None:
     except Exception as error:
         logger.warning("TensorBoard logging is off: %s", error)
         return None
-    return SummaryWriter(str(folder), purge_step=purge_step)  # type: ignore[no-untyped-call]
+    return SummaryWriter(str(folder), purge_step=purge_step)
 
 
 class Progress:
     """A live bar on a terminal, a plain line now and then elsewhere; main rank only."""
 
     def __init__(self, world: World, *, first_step: int, total_steps: int) -> None:
-        self._bar: tqdm[None] | None = None
+        self._bar: tqdm[Any] | None = None
         self._world = world
         self._total = total_steps
         if world.is_main and sys.stderr.isatty():

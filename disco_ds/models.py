@@ -18,10 +18,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
+
+from disco_ds.blocks import checkpoint_blocks_, transformer_blocks
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -42,11 +44,23 @@ class ModelConfig:
     activation_checkpointing: bool = False
     """Recompute transformer blocks in the backward pass instead of keeping their activations."""
 
+    checkpoint_every: int = 1
+    """With activation checkpointing: recompute every so many blocks of a tower (1: all)."""
+
+    checkpoint_towers: Literal["both", "image", "text"] = "both"
+    """With activation checkpointing: the towers that recompute."""
+
     lock_image: bool = False
     """Freeze the image tower."""
 
     lock_text: bool = False
     """Freeze the text tower."""
+
+    def __post_init__(self) -> None:
+        if self.checkpoint_every < 1:
+            raise ValueError(f"--model.checkpoint_every {self.checkpoint_every}: must be positive")
+        if self.lock_image and self.lock_text:
+            raise ValueError("--model.lock_image and --model.lock_text: nothing left to train")
 
 
 @dataclass(frozen=True)
@@ -100,23 +114,31 @@ class Encoders(nn.Module):
             text_features = self.clip.encode_text(text)  # type: ignore[operator]
         return image_features, text_features
 
+    def train(self, mode: bool = True) -> Encoders:
+        """Training mode, but for BatchNorm without trainable weights: a locked tower stays put."""
+        super().train(mode)
+        for module in self.modules():
+            if isinstance(module, _BatchNorm2dFp32) and not module.weight.requires_grad:
+                module.eval()
+        return self
+
 
 class _BatchNorm2dFp32(nn.BatchNorm2d):
     """BatchNorm in fp32 whatever its weights' dtype: engines cast weights, but not statistics."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise ``[b, c, h, w]``; the result has the input's dtype."""
-        weights = {name: getattr(self, name) for name in ("weight", "bias")}
-        if all(value is None or value.dtype == torch.float32 for value in weights.values()):
-            return super().forward(input.float()).to(input.dtype)
-        if self.training and self.track_running_stats and self.num_batches_tracked is not None:
+        if self.weight.dtype in (torch.float32, torch.float64):
+            return super().forward(input.to(self.weight.dtype)).to(input.dtype)
+        if self.training and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
         return nn.functional.batch_norm(
             input.float(),
             self.running_mean,
             self.running_var,
-            *(None if value is None else value.float() for value in weights.values()),
-            training=self.training or self.running_mean is None,
+            self.weight.float(),
+            self.bias.float(),
+            training=self.training,
             momentum=self.momentum or 0.0,
             eps=self.eps,
         ).to(input.dtype)
@@ -200,7 +222,7 @@ def create_clip(config: ModelConfig, *, seed: int) -> ClipParts:
     with torch.random.fork_rng(devices=[]), _quiet(logging.getLogger()):
         torch.manual_seed(seed)
         clip = open_clip.create_model(config.name, precision="fp32", load_weights=False)
-    scalars = {}
+    scalars: dict[str, Tensor] = {}
     if config.init is not None:
         load_weights_(clip, Path(config.init))
         _, scalars = split_state_dict({k: v.clone() for k, v in clip.state_dict().items()})
@@ -208,10 +230,10 @@ def create_clip(config: ModelConfig, *, seed: int) -> ClipParts:
     encoders = Encoders(_without_scalars(clip))
     _lock(encoders, config)
     if config.activation_checkpointing:
-        _checkpoint_activations(encoders.clip)
+        _checkpoint_activations(encoders.clip, config)
     tokenize = _Tokenizer(config.name)
-    size = encoders.clip.visual.image_size  # type: ignore[union-attr]
-    image_size = (size, size) if isinstance(size, int) else tuple(size)
+    size: Any = encoders.clip.visual.image_size  # type: ignore[union-attr]
+    image_size = (size, size) if isinstance(size, int) else (size[0], size[1])
     return ClipParts(encoders, train_transform, eval_transform, tokenize, image_size, scalars)
 
 
@@ -229,7 +251,8 @@ def _quiet(logger: logging.Logger) -> Iterator[None]:
 def _transforms(clip: nn.Module) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
     from open_clip.transform import PreprocessCfg, image_transform_v2
 
-    settings = PreprocessCfg(**clip.visual.preprocess_cfg)  # type: ignore[union-attr]
+    visual: Any = clip.visual
+    settings = PreprocessCfg(**visual.preprocess_cfg)
     return image_transform_v2(settings, is_train=True), image_transform_v2(settings, is_train=False)
 
 
@@ -269,17 +292,22 @@ def _lock(encoders: Encoders, config: ModelConfig) -> None:
     for name, parameter in encoders.named_parameters():
         locked = config.lock_image if name in image_names else config.lock_text
         parameter.requires_grad_(not locked)
+    encoders.train()
 
 
-def _checkpoint_activations(clip: nn.Module) -> None:
-    clip.set_grad_checkpointing(True)  # type: ignore[operator]
-    flags = [getattr(module, "grad_checkpointing", None) for module in clip.visual.modules()]  # type: ignore[union-attr]
-    if True not in flags:
-        warnings.warn(
-            "activation checkpointing has no effect on this image tower (a ResNet): "
-            "only the text tower recomputes",
-            stacklevel=2,
-        )
+def _checkpoint_activations(clip: nn.Module, config: ModelConfig) -> None:
+    visual: Any = clip.visual
+    image_blocks = transformer_blocks(visual)
+    text_blocks = [block for block in transformer_blocks(clip) if block not in image_blocks]
+    for tower, blocks in (("image", image_blocks), ("text", text_blocks)):
+        if config.checkpoint_towers not in ("both", tower):
+            continue
+        if not checkpoint_blocks_(blocks, every=config.checkpoint_every):
+            warnings.warn(
+                f"activation checkpointing has no effect on the {tower} tower: it has no blocks "
+                f"to recompute (ResNets have none) or fewer than {config.checkpoint_every}",
+                stacklevel=2,
+            )
 
 
 def initial_logit_bias(loss: str, global_batch_size: int) -> float | None:

@@ -26,7 +26,7 @@ from disco_ds.checkpoint import (
 )
 from disco_ds.config import TrainConfig, local_batch_size
 from disco_ds.data.index import ShardIndex, build_index
-from disco_ds.data.loader import Batch, TrainLoader
+from disco_ds.data.loader import Batch, TrainLoader, check_feed
 from disco_ds.distributed import (
     World,
     agreed,
@@ -106,10 +106,14 @@ def plan_run(config: TrainConfig, world: World, *, run_name: str) -> RunPlan:
             precision=config.precision,
             max_grad_norm=config.optim.max_grad_norm,
         )
-        strategy = build_strategy(config.strategy, config.deepspeed_config, numbers, world)
+        strategy = build_strategy(
+            config.strategy, config.deepspeed_config, numbers, world, engine=config.engine
+        )
         check_model_name(config.model.name)
         tasks = check_evaluation(config.evaluation)
         index = _read_index(config) if world.is_main else None
+        if index is not None:
+            check_feed(config.data, index, world=world, local_batch_size=local)
     run_dir = Path(broadcast_object(_run_dir(config, run_name), world))
     with agreed(world):
         checkpoint = _resume_point(config, run_dir)
@@ -268,8 +272,8 @@ class Trainer:
         self._check_finite("loss", loss)
         lr = self._learning_rate(config.optim.lr)
         result = self.strategy.step(lr)
-        self._check_finite("gradient norm", result.grad_norm)
         if not result.skipped:
+            self._check_finite("gradient norm", result.grad_norm)
             self._step_temperature()
         self.loss.after_step(result.skipped)
         counters.step += not result.skipped
@@ -344,16 +348,17 @@ class Trainer:
             for key, value in self.temperature_optimizer.state.get(parameter, {}).items():
                 if key != "step":
                     moments[f"{key}/{name}"] = value.detach().cpu().clone()
+        positions = gather_objects(self.loader.state_dict(), self.world)
         snapshot = Snapshot(
             step=self.counters.step,
             model=full_state_dict(engine.parameters, self.temperature),
             optimizer=moments,
-            rank_state={"random": self._random_state(), "data": self.loader.state_dict()},
+            rank_state={"random": self._random_state()},
             shared={
                 "model": self.config.model.name,
                 "model_config": model_config_json(self.config.model.name),
                 "data_fingerprint": self.plan.index.fingerprint,
-                "data": self.loader.state_dict(),
+                "data": TrainLoader.merge_states(positions),
                 "epoch": self.loader.epoch,
                 "samples_seen": self.counters.samples_seen,
                 "skipped_steps": self.counters.skipped_steps,
@@ -390,7 +395,8 @@ class Trainer:
         self.temperature.load_scalars_(scalars)
         self._restore_temperature_optimizer(snapshot)
         self.counters = Counters(snapshot.step, shared["samples_seen"], shared["skipped_steps"])
-        self.loader.load_state_dict(snapshot.rank_state.get("data", shared["data"]))
+        with agreed(self.world):
+            self.loader.load_state_dict(shared["data"])
         if random := snapshot.rank_state.get("random"):
             RandomState(random["cpu"], random.get("cuda"), self.world.device).restore()
         logger.info("resumed from %s after step %d", folder, snapshot.step)

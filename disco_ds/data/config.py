@@ -39,7 +39,7 @@ class DataConfig:
     """Train on samples whose caption is empty or blank instead of skipping them."""
     max_image_pixels: int = 89_478_485
     """Images with more pixels than this are skipped without decoding."""
-    reduced_decode: float = 2.0
+    reduced_decode: float = 1.5
     """Decode JPEGs smaller while this many times the model's image size is left; 0: never."""
     max_bad_share: float = 0.1
     """Stop when a larger share of the samples than this had to be skipped (0 to 1)."""

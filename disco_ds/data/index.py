@@ -282,11 +282,10 @@ def _fingerprint(num_bytes: int, head: bytes, tail: bytes) -> str:
 
 
 def _known(cache: Path | None) -> dict[str, Shard]:
-    """Shards of an earlier index by address, and by content for those that have moved."""
+    """Shards of an earlier index by address."""
     if cache is None or not cache.exists():
         return {}
-    shards = ShardIndex.load(cache).shards
-    return {shard.url: shard for shard in shards}
+    return {shard.url: shard for shard in ShardIndex.load(cache).shards}
 
 
 def _reuse(location: Location, known: dict[str, Shard]) -> Shard | None:

@@ -35,10 +35,11 @@ from disco_ds.data.pipeline import (
     Recipe,
     Start,
     Tokenize,
+    check_bad_share,
 )
 from disco_ds.distributed import World
 
-__all__ = ["Batch", "DataConfig", "TrainLoader"]
+__all__ = ["Batch", "DataConfig", "TrainLoader", "check_feed"]
 
 logger = logging.getLogger(__name__)
 
@@ -133,12 +134,7 @@ class TrainLoader:
         self._config = config
         self._index = index
         self._world = world
-        self._topology = Topology(
-            world_size=world.world_size,
-            num_slots=max(1, config.num_workers),
-            local_batch_size=local_batch_size,
-            window=max(1, config.shuffle_buffer),
-        )
+        self._topology = _topology(config, world, local_batch_size)
         _check_feed(config, index, self._topology)
         self.num_samples = index.num_samples
         self.steps_per_epoch = self._topology.num_steps(index.num_samples)
@@ -193,6 +189,7 @@ class TrainLoader:
             positions = list(self._position.positions)
             positions[delivery.step % self._topology.num_slots] = delivery.position
             self._position = Start(delivery.epoch, delivery.step + 1, tuple(positions))
+            self._check_bad_share()
             yield delivery.batch
 
     def epoch_summary(self) -> dict[str, float]:
@@ -304,6 +301,12 @@ class TrainLoader:
         """Stop the workers; iterating again starts new ones at the present position."""
         self._iterator = None
 
+    def _check_bad_share(self) -> None:
+        """Judge after a thousand samples, or when the epoch is over."""
+        is_over = self._position.step == self._plan.num_steps
+        enough = {"at_least": 1} if is_over else {}
+        check_bad_share(self._counts, self._config.max_bad_share, **enough)
+
     @property
     def _planner(self) -> _Planner:
         return cast("_Planner", self._recipe.plan)
@@ -356,6 +359,26 @@ def _quiet_tokenizers() -> Iterator[None]:
         yield
     finally:
         del os.environ[name]
+
+
+def check_feed(
+    config: DataConfig, index: ShardIndex, *, world: World, local_batch_size: int
+) -> None:
+    """Refuse data that cannot feed a run, without a model or a worker.
+
+    Raises:
+        ValueError: the data cannot fill one global batch, or is not the data asked for.
+    """
+    _check_feed(config, index, _topology(config, world, local_batch_size))
+
+
+def _topology(config: DataConfig, world: World, local_batch_size: int) -> Topology:
+    return Topology(
+        world_size=world.world_size,
+        num_slots=max(1, config.num_workers),
+        local_batch_size=local_batch_size,
+        window=max(1, config.shuffle_buffer),
+    )
 
 
 def _check_feed(config: DataConfig, index: ShardIndex, topology: Topology) -> None:

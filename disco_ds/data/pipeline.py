@@ -8,7 +8,7 @@ import logging
 import random
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,6 +36,7 @@ Tokenize = Callable[[list[str]], Tensor]
 
 MIN_SAMPLES_TO_JUDGE = 1000
 MAX_FRUITLESS_SAMPLES = 10_000
+MAX_SOURCES_COUNTED = 16  # users also name every shard by itself
 _CAPTION, _AUGMENTATION = range(2)
 
 
@@ -205,7 +206,7 @@ class SlotStream:
             timeout=config.read_timeout,
         )
         self._samples = read_shuffled(plan.windows(recipe.rank, slot, position), self._reader)
-        self._judge = _Judge(recipe, max(1, plan.num_own_samples(recipe.rank)))
+        self._judge = _Judge(recipe)
 
     def next_batch(self, step: int) -> Delivery:
         """Gather usable samples, skipping and counting the others.
@@ -246,47 +247,65 @@ class SlotStream:
 
     def _count(self, counts: Counter[str], what: str, raw: RawSample) -> None:
         counts[what] += 1
-        if len(self._recipe.config.shards) > 1:
+        if 1 < len(self._recipe.config.shards) <= MAX_SOURCES_COUNTED:
             counts[f"source{self._recipe.index.shards[raw.shard].source}/{what}"] += 1
 
 
 class _Judge:
-    """Decides when the data is too bad to go on."""
+    """Stops a worker that finds hardly anything usable, whether or not it can fill a batch."""
 
-    def __init__(self, recipe: Recipe, num_own_samples: int) -> None:
-        self._limit = recipe.config.max_bad_share
-        self._enough = min(MIN_SAMPLES_TO_JUDGE, num_own_samples)
-        self._fruitless = min(MAX_FRUITLESS_SAMPLES, recipe.index.num_samples)
-        self._wanted = ", ".join(recipe.config.captions)
-        self._num_used = self._num_own = self._num_all = 0
-        self._reasons: Counter[str] = Counter()
+    def __init__(self, recipe: Recipe) -> None:
+        self._config = recipe.config
+        self._num_samples = recipe.index.num_samples
+        self._num_used = self._num_fruitless = 0
+        self._counts: Counter[str] = Counter()
         self._names: Counter[str] = Counter()
 
     def used(self, repeated: bool) -> None:
         self._num_used += 1
-        self._num_own += not repeated
-        self._num_all += 1
+        self._num_fruitless = 0
+        if not repeated:
+            self._counts["seen"] += 1
 
     def skipped(self, raw: RawSample, reason: str, repeated: bool) -> None:
-        self._num_all += 1
-        self._names.update(raw.suffixes)
+        self._num_fruitless += 1
         if not repeated:
-            self._num_own += 1
-            self._reasons[reason] += 1
-        if self._num_used == 0 and self._num_all >= self._fruitless:
+            self._counts[f"skipped_{reason}"] += 1
+        if self._num_used == 0:
+            self._names.update(raw.suffixes)
+            limit = min(MAX_FRUITLESS_SAMPLES, self._num_samples)
+        else:
+            limit = 2 * self._num_samples  # in any order, every sample was among them
+        if self._num_fruitless >= limit:
             raise ValueError(
-                f"none of {self._num_all} samples can be used ({self._listed()}); wanted: an image "
-                f"and a caption from {self._wanted}; members found: {_most_common(self._names)}"
+                f"none of {self._num_fruitless} samples can be used "
+                f"({_most_common(_skipped(self._counts))}); wanted: an image and a caption from "
+                f"{', '.join(self._config.captions)}; members found: {_most_common(self._names)}"
             )
-        num_bad = self._reasons.total()
-        if self._num_own >= self._enough and num_bad > self._limit * self._num_own:
-            raise ValueError(
-                f"{num_bad} of {self._num_own} samples had to be skipped ({self._listed()}), more "
-                f"than data.max_bad_share={self._limit:g} allows; disco-ds validate lists them"
-            )
+        check_bad_share(self._counts, self._config.max_bad_share)
 
-    def _listed(self) -> str:
-        return _most_common(self._reasons)
+
+def check_bad_share(
+    counts: Mapping[str, int], limit: float, *, at_least: int = MIN_SAMPLES_TO_JUDGE
+) -> None:
+    """Judge ``seen`` and ``skipped_<reason>`` once they are enough to tell.
+
+    Raises:
+        ValueError: the share of skipped samples is above the limit.
+    """
+    bad = _skipped(counts)
+    total = counts.get("seen", 0) + bad.total()
+    if total >= at_least and bad.total() > limit * total:
+        raise ValueError(
+            f"{bad.total()} of {total} samples had to be skipped ({_most_common(bad)}), more than "
+            f"data.max_bad_share={limit:g} allows; disco-ds validate lists them"
+        )
+
+
+def _skipped(counts: Mapping[str, int]) -> Counter[str]:
+    prefix = "skipped_"
+    reasons = {n.removeprefix(prefix): c for n, c in counts.items() if n.startswith(prefix)}
+    return Counter(reasons)
 
 
 def _most_common(counter: Counter[str]) -> str:

@@ -65,27 +65,27 @@ class ShardReader:
         self._timeout = timeout
         self._open: _Open | None = None
         self._first_wanted = 0
-        self._failed: dict[int, str] = {}
+        self._failed: dict[int, tuple[int, str]] = {}  # shard: first lost position, reason
 
     def read(self, segment: Segment) -> Iterator[RawSample]:
         """Yield one item per position of the segment, in order."""
         position = segment.start
         attempt = 0
-        while position < segment.stop and segment.shard not in self._failed:
+        while position < min(segment.stop, self._first_lost(segment.shard)):
             try:
                 group = self._next(segment.shard, position)
                 yield _raw(segment.shard, group)
                 position += 1
                 attempt = 0
             except (ShardError, OSError) as error:
-                self.close()
                 attempt += 1
                 if attempt > self._retries or not self._worth_retrying(segment.shard, error):
-                    self._give_up(segment.shard, error)
-                else:
+                    self._give_up(segment.shard, position if self._has_read() else 0, error)
+                self.close()
+                if segment.shard not in self._failed:
                     time.sleep(min(self._retry_seconds * 2 ** (attempt - 1), MAX_WAIT_SECONDS))
         for rest in range(position, segment.stop):
-            yield RawSample(segment.shard, rest, problem=self._failed[segment.shard])
+            yield RawSample(segment.shard, rest, problem=self._failed[segment.shard][1])
 
     def close(self) -> None:
         """Close the open shard; reading may go on afterwards."""
@@ -124,10 +124,18 @@ class ShardReader:
             return False
         return isinstance(error, OSError) or not is_local(self._shards[shard].url)
 
-    def _give_up(self, shard: int, error: Exception) -> None:
+    def _first_lost(self, shard: int) -> int:
+        return self._failed[shard][0] if shard in self._failed else self._shards[shard].num_samples
+
+    def _has_read(self) -> bool:
+        return self._open is not None and self._open.next_position > 0
+
+    def _give_up(self, shard: int, position: int, error: Exception) -> None:
         reason = error.reason if isinstance(error, ShardError) else "unreadable_shard"
-        self._failed[shard] = reason
-        logger.warning("%s: %s: %s; the rest is skipped", self._shards[shard].url, reason, error)
+        if shard not in self._failed:
+            url = self._shards[shard].url
+            logger.warning("%s: %s: %s; the rest is skipped", url, reason, error)
+        self._failed[shard] = position, reason
 
 
 def read_all(shard: Shard, reader: ShardReader) -> Iterator[RawSample]:

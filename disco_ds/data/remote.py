@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import io
 import os
 import queue
 import shutil
@@ -16,6 +17,7 @@ import signal
 import subprocess
 import tempfile
 import threading
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, Protocol, cast
 
@@ -58,7 +60,7 @@ def open_shard(url: str, *, timeout: float) -> tuple[IO[bytes], int | None]:
         # Closed by the caller, who gets it.
         file = local_path(url).open("rb", buffering=LOCAL_BUFFER_BYTES)
         return file, os.fstat(file.fileno()).st_size
-    source: Source = Command(url.removeprefix(PIPE)) if url.startswith(PIPE) else _open_fsspec(url)
+    source: Source = Command(url.removeprefix(PIPE)) if url.startswith(PIPE) else Remote(url)
     return cast("IO[bytes]", TimedStream(source, timeout)), None
 
 
@@ -78,14 +80,24 @@ def fsspec_filesystem(url: str) -> tuple[Any, str]:
     return filesystem, path
 
 
-def _open_fsspec(url: str) -> Source:
-    filesystem, path = fsspec_filesystem(url)
-    try:
-        return cast("Source", filesystem.open(path, "rb"))
-    except OSError:
-        raise
-    except Exception as error:  # each file system has errors of its own
-        raise OSError(f"{type(error).__name__}: {error}") from error
+class Remote:
+    """A file of any fsspec file system, opened by the first read so that a time limit holds."""
+
+    def __init__(self, url: str) -> None:
+        self._filesystem, self._path = fsspec_filesystem(url)
+        self._file: Any = None
+
+    def read(self, size: int) -> bytes:
+        """Up to ``size`` bytes; none at the end."""
+        if self._file is None:
+            self._file = self._filesystem.open(self._path, "rb")
+        return cast("bytes", self._file.read(size))
+
+    def close(self) -> None:
+        """Close the file, though a read may be under way."""
+        if self._file is not None:
+            with contextlib.suppress(Exception):  # each file system has errors of its own
+                self._file.close()
 
 
 class Command:
@@ -107,7 +119,7 @@ class Command:
     def read(self, size: int) -> bytes:
         """Up to ``size`` bytes; at the end, ``OSError`` if the command did not exit with 0."""
         assert self._process.stdout is not None
-        chunk = self._process.stdout.read(size)
+        chunk = cast("io.BufferedReader", self._process.stdout).read1(size)
         if not chunk and (status := self._process.wait()) != 0:
             raise OSError(f"the command ended with status {status}{self._last_words()}")
         return chunk
@@ -138,19 +150,20 @@ class TimedStream:
         threading.Thread(target=self._fill, daemon=True, name="shard-reader").start()
 
     def read(self, size: int = -1) -> bytes:
-        """Exactly ``size`` bytes, fewer only at the end.
+        """What has arrived, up to ``size`` bytes; none at the end. Negative: all there will be.
+
+        Never waits for more than the first byte, so what came before a failure is not lost.
 
         Raises:
             OSError: the source failed, or gave nothing for ``timeout`` seconds.
         """
-        parts: list[bytes] = []
-        missing = size if size >= 0 else 2**62
-        while missing > 0 and (self._rest or self._next_chunk()):
-            part = bytes(self._rest[:missing])
-            self._rest = self._rest[len(part) :]
-            missing -= len(part)
-            parts.append(part)
-        return b"".join(parts)
+        if size < 0:
+            return b"".join(iter(partial(self.read, CHUNK_BYTES), b""))
+        if not self._rest and not self._next_chunk():
+            return b""
+        part = bytes(self._rest[:size])
+        self._rest = self._rest[len(part) :]
+        return part
 
     def close(self) -> None:
         """Stop the source and its thread."""

@@ -66,7 +66,9 @@ def decode_image(
             raise SkipSampleError("huge_image", f"{image.width} x {image.height} pixels")
         if smallest_side is not None and image.format == "JPEG":
             image.draft("RGB", (smallest_side, smallest_side))
-        return _to_rgb(ImageOps.exif_transpose(image))
+        image.load()
+        ImageOps.exif_transpose(image, in_place=True)
+        return image if image.mode == "RGB" else _to_rgb(image)
     except SkipSampleError:
         raise
     except Image.DecompressionBombError as error:

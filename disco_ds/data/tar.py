@@ -49,6 +49,10 @@ class ShardError(Exception):
         self.reason = reason
 
 
+class _CutShortError(ShardError):
+    """The archive ends before the data of its last member does."""
+
+
 @dataclass
 class Group:
     """The members of one sample: bytes of the wanted ones, names of all."""
@@ -110,38 +114,50 @@ def read_groups(
         ShardError: after the last whole sample in front of the damage. From a stream that
             cannot seek, the sample before the damage is held back: it may miss members.
     """
-    seekable = num_bytes is not None
-    completed: set[str] = set()
-    group: Group | None = None
-    damage: ShardError | None = None
-    position = 0
-    members = _read_members(stream, num_bytes)
-    while True:
-        try:
-            name, read = next(members)
+    grouper = _Grouper()
+    try:
+        for name, read in _read_members(stream, num_bytes):
             key, suffix = base_plus_ext(name)
             if key is None:
                 continue
             suffix = suffix.lower()
-            if group is None or group.key != key or suffix in group.suffixes:
-                if group is not None:
-                    completed.update([group.key] if group.complete else [])
-                    position += 1
-                    finished, group = group, None
-                    yield finished
-                group = Group(position, key, duplicate=key in completed)
-            if wanted(position, suffix):
-                group.members[suffix] = read()
-            group.suffixes.append(suffix)
-        except StopIteration:
-            break
-        except ShardError as error:
-            damage = error
-            break
-    if group is not None and group.suffixes and (damage is None or seekable):
-        yield group
-    if damage is not None:
-        raise damage
+            finished = grouper.enter(key, suffix)
+            if finished is not None:
+                yield finished
+            if wanted(grouper.current.position, suffix):
+                grouper.current.members[suffix] = read()
+            grouper.current.suffixes.append(suffix)
+    except ShardError as error:
+        if num_bytes is not None:
+            yield from grouper.last(cut_short=isinstance(error, _CutShortError))
+        raise
+    yield from grouper.last()
+
+
+class _Grouper:
+    """Decides which members belong together, by their names alone."""
+
+    def __init__(self) -> None:
+        self.current = Group(-1, "")
+        self._completed: set[str] = set()
+
+    def enter(self, key: str, suffix: str) -> Group | None:
+        """Make ``current`` the group of a member; return the one that this ends."""
+        group = self.current
+        if group.key == key and suffix not in group.suffixes:
+            return None
+        if group.complete:
+            self._completed.add(group.key)
+        self.current = Group(group.position + 1, key, duplicate=key in self._completed)
+        return group if group.suffixes else None
+
+    def last(self, *, cut_short: bool = False) -> Iterator[Group]:
+        """The group that was not ended by another, if it has a whole member."""
+        names = self.current.suffixes
+        if cut_short and names and names[-1] not in self.current.members:
+            names.pop()  # its data was to be passed over, and is not all there
+        if names:
+            yield self.current
 
 
 def _read_members(
@@ -153,7 +169,7 @@ def _read_members(
             try:
                 header = archive.next()
             except _DAMAGE as error:
-                raise ShardError("truncated_shard", f"cut off or damaged: {error}") from error
+                raise _CutShortError("truncated_shard", f"cut off or damaged: {error}") from error
             if header is None:
                 archive.check_end()
                 return

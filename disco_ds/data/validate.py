@@ -186,24 +186,24 @@ def _read(url: str, timeout: float, *, everything: bool) -> Iterator[Group]:
 
 
 def _check(group: Group, rules: Rules, seen: set[str]) -> Problem | None:
-    where = {"key": group.key, "position": group.position}
+    problem = partial(Problem, key=group.key, position=group.position)
     names = ", ".join(group.suffixes)
     if group.duplicate:
-        return Problem("duplicate_sample", f"members: {names}", **where)  # type: ignore[arg-type]
+        return problem("duplicate_sample", f"members: {names}")
     if group.key in seen and not group.complete:
         detail = f"members of one sample lie apart: {names}"
-        return Problem("interleaved_sample", detail, **where)  # type: ignore[arg-type]
+        return problem("interleaved_sample", detail)
     try:
         content = find_image(group.members)
         choose_caption(group.members, rules.captions, keep_empty=rules.keep_empty_captions)
         decode_image(content, max_pixels=rules.max_image_pixels)
     except SkipSampleError as skip:
         detail = f"members: {names}" if str(skip) == skip.reason else str(skip)
-        return Problem(skip.reason, detail, **where)  # type: ignore[arg-type]
+        return problem(skip.reason, detail)
     try:
         parse_json(group.members.get("json", b"{}"))
     except SkipSampleError as skip:
-        return Problem(ODD_JSON, str(skip), **where)  # type: ignore[arg-type]
+        return problem(ODD_JSON, str(skip))
     return None
 
 
@@ -225,6 +225,7 @@ def _copy_to(path: Path | None) -> Iterator[Any]:
         return
     partial_path = path.with_name(f".{path.name}.{os.getpid()}")
     num_written = 0
+    zipped = path.suffix in (".gz", ".tgz")
 
     def write(group: Group) -> None:
         nonlocal num_written
@@ -233,7 +234,9 @@ def _copy_to(path: Path | None) -> Iterator[Any]:
 
     try:
         # mtime: by default webdataset stamps a fraction, which costs a header per member.
-        with webdataset.TarWriter(str(partial_path), encoder=False, mtime=0) as writer:
+        with webdataset.TarWriter(
+            str(partial_path), encoder=False, mtime=0, compress=zipped
+        ) as writer:
             yield write
         if num_written:
             partial_path.replace(path)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from disco_ds.data.evaluation import read_samples
+from disco_ds.data.evaluation import evaluation_shards, read_samples
 from disco_ds.evaluation.encode import EvalSample
 from disco_ds.evaluation.retrieval import evaluate_retrieval
 from disco_ds.evaluation.zero_shot import ZeroShotTask, evaluate_zero_shot
@@ -95,4 +95,6 @@ def check_evaluation(config: EvaluationConfig) -> tuple[ZeroShotTask, ...]:
     Raises:
         ValueError: naming the file or folder that is missing.
     """
+    if config.retrieval:
+        evaluation_shards(config.retrieval)
     return tuple(ZeroShotTask.from_folder(Path(folder)) for folder in config.zero_shot)

@@ -45,6 +45,8 @@ class ZeroShotTask:
         if not count.isdigit():
             raise ValueError(f"{folder / 'test' / 'nshards.txt'}: {count!r} is not a number")
         shards = tuple(str(folder / "test" / f"{number}.tar") for number in range(int(count)))
+        if missing := [shard for shard in shards if not Path(shard).is_file()]:
+            raise ValueError(f"zero-shot set: no shard {missing[0]} (nshards.txt says {count})")
         if without := [t for t in templates if "{c}" not in t]:
             raise ValueError(f"{folder / TEMPLATE_FILE}: no {{c}} in the template {without[0]!r}")
         return cls(folder.name, classes, templates, shards)
@@ -95,7 +97,7 @@ def evaluate_zero_shot(
     flat = sum_over_ranks(counts.flatten().tolist(), strategy.world)
     total, top1, top5 = torch.tensor(flat, dtype=torch.float64).view(3, -1)
     if not total.sum():
-        raise ValueError(f"zero-shot set {task.name}: no labelled sample in {task.shards[0]} ...")
+        raise ValueError(f"zero-shot set {task.name}: no labelled sample in its shards")
     present = total > 0
     return {
         "top1": float(top1.sum() / total.sum()),

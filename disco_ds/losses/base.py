@@ -23,10 +23,10 @@ from torch.nn import functional as F
 from disco_ds.losses.attach import attach_gradients
 from disco_ds.losses.exchange import Blocks, Exchange
 from disco_ds.losses.inputs import FLOAT_DTYPES, Agreement, Header, agree
+from disco_ds.losses.kernels import Kernel
 from disco_ds.losses.pairwise import PairwiseEngine, default_tile_size, row_dots
 
 Gather = Literal["all", "ring"]
-Kernel = Literal["auto", "torch", "triton"]
 WireDtype = Literal["fp32", "bf16", "fp16"]
 Output = Tensor | dict[str, Tensor]
 
@@ -119,6 +119,7 @@ class ContrastiveLoss(nn.Module):
         self.kernel: Kernel = kernel
         self.wire_dtype = wire_dtype
         self.normalize = normalize
+        self.exchange_type: type[Exchange] = Exchange  # what a comm hook may replace
         self._metrics: dict[str, float | Tensor] = {}
 
     def forward(
@@ -152,12 +153,12 @@ class ContrastiveLoss(nn.Module):
         header = Header.of_call(image_features, text_features, logit_scale, logit_bias, index)
         with torch.no_grad(), torch.autocast(image_features.device.type, enabled=False):
             call = self._agree(header, image_features, text_features, index)
-            self._metrics = {"chance_level": math.log(call.agreed.global_batch_size)}
+            self._metrics = {"chance_level": self._chance_level(call.agreed.global_batch_size)}
             result = self._compute(call)
             gradients = _finish(call, result)
         leaves = (image_features, text_features, logit_scale, logit_bias)
         pairs = [
-            (leaf, gradient.reshape(leaf.shape))
+            (leaf, gradient.reshape(leaf.shape).to(leaf.device))
             for leaf, gradient in zip(leaves, gradients, strict=True)
             if isinstance(leaf, Tensor) and gradient is not None
         ]
@@ -167,6 +168,10 @@ class ContrastiveLoss(nn.Module):
     @abstractmethod
     def _compute(self, call: Call) -> Result:
         """Compute the value, and the sides ``call`` wants."""
+
+    def _chance_level(self, global_batch_size: int) -> float:
+        """Return the value for features that tell nothing apart."""
+        return math.log(global_batch_size)
 
     def metrics(self) -> dict[str, float | Tensor]:
         """Return detached scalars of the last call, to log. Empty before the first call."""
@@ -186,7 +191,7 @@ class ContrastiveLoss(nn.Module):
         self, header: Header, image_features: Tensor, text_features: Tensor, index: Tensor | None
     ) -> Call:
         """Exchange headers, then round the features to what travels."""
-        exchange = Exchange(self.process_group)
+        exchange = self.exchange_type(self.process_group)
         device = image_features.device
         rows = exchange.all_rows(header.row(), device)
         agreed = agree([Header(*row) for row in rows])

@@ -22,12 +22,11 @@ from disco_ds.losses.base import (
     Call,
     ContrastiveLoss,
     Gather,
-    Kernel,
     Result,
     WireDtype,
 )
 from disco_ds.losses.info_nce import InfoNCE
-from disco_ds.losses.softmax import SoftmaxPairs, TileCache
+from disco_ds.losses.kernels import Kernel, softmax_passes
 
 GradientReduction = Literal["scalar_gather", "reduce_scatter", "all_reduce"]
 Positives = Literal["position", "index"]
@@ -112,11 +111,15 @@ class DiscoLoss(ContrastiveLoss):
         self.gradient_reduction: GradientReduction = gradient_reduction
         self.positives: Positives = positives
 
+    def extra_repr(self) -> str:
+        """Show the options that differ between instances."""
+        return f"gradient_reduction={self.gradient_reduction!r}, {super().extra_repr()}"
+
     def _compute(self, call: Call) -> Result:
         indices = self._indices(call)
         wanted = call.want_image_side or call.want_text_side
         budget = KEPT_TILES_BYTES if self.tile_size is None and wanted else 0
-        pairs = SoftmaxPairs(call.engine, call.agreed.scale, TileCache(budget))
+        pairs = softmax_passes(self.kernel, call.engine, scale=call.agreed.scale, kept_bytes=budget)
         info_nce = InfoNCE(call, pairs, indices)
         texts = call.stream(call.y)
         by_scalars = self.gradient_reduction == "scalar_gather" or not call.want_text_side

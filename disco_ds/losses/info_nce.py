@@ -17,8 +17,8 @@ from torch import Tensor
 
 from disco_ds.losses.base import Call
 from disco_ds.losses.exchange import Blocks
+from disco_ds.losses.kernels import SoftmaxPasses
 from disco_ds.losses.pairwise import Block, row_dots
-from disco_ds.losses.softmax import SoftmaxPairs
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class InfoNCE:
     """The passes of one call. ``indices[k]`` ([n_k]), when given, exclude pairs of equal index."""
 
     call: Call
-    pairs: SoftmaxPairs
+    pairs: SoftmaxPasses
     indices: list[Tensor] | None
 
     def first_pass(self, texts: Blocks) -> Softmax:

@@ -82,8 +82,9 @@ class Agreement:
     """The call as all ranks see it, after :func:`agree` found nothing wrong.
 
     ``sizes[k]`` is the number of pairs of rank k and ``global_batch_size`` their sum.
-    ``compute_dtype`` is float64 when a feature is, float32 otherwise. Needs are those of any rank:
-    the collectives of a call must not depend on what one rank alone wants.
+    ``scale`` and ``bias`` are rank 0's. ``compute_dtype`` is float64 when a feature is, float32
+    otherwise. Needs are those of any rank: the collectives of a call must not depend on what one
+    rank alone wants.
     """
 
     sizes: tuple[int, ...]
@@ -124,7 +125,7 @@ def agree(headers: Sequence[Header]) -> Agreement:
             "negatives, so its loss is 0 whatever the model does"
         )
     first = headers[0]
-    is_double = 0 in (first.image_dtype, first.text_dtype)
+    is_double = torch.float64 in (DTYPES[int(first.image_dtype)], DTYPES[int(first.text_dtype)])
     return Agreement(
         sizes=sizes,
         dim=int(first.image_dim),
@@ -199,11 +200,15 @@ def _check_same(rank: int, header: Header, first: Header) -> None:
             raise ValueError(f"rank {rank}: {name} is {mine} but rank 0 has {other}")
     if (header.index_rows < 0) != (first.index_rows < 0):
         raise ValueError(f"rank {rank}: index is given on some ranks and not on others")
-    if header.scale != first.scale:
-        raise ValueError(
-            f"rank {rank}: logit_scale is {header.scale} but rank 0 has {first.scale}: "
-            "replicas of the temperature have drifted apart"
-        )
-    same_bias = header.bias == first.bias or (math.isnan(header.bias) and math.isnan(first.bias))
-    if not same_bias:
-        raise ValueError(f"rank {rank}: logit_bias is {header.bias} but rank 0 has {first.bias}")
+    for name in ("scale", "bias"):
+        mine, other = getattr(header, name), getattr(first, name)
+        if not (_close(mine, other) or (math.isnan(mine) and math.isnan(other))):
+            raise ValueError(
+                f"rank {rank}: logit_{name} is {mine} but rank 0 has {other}: the replicas have "
+                "drifted apart"
+            )
+
+
+def _close(mine: float, other: float) -> bool:
+    """Allow for the rounding of exp() on another kind of device; rank 0's value is used."""
+    return math.isclose(mine, other, rel_tol=1e-5, abs_tol=1e-6)

@@ -91,6 +91,7 @@ class PairwiseEngine:
     def __init__(self, tile_size: int, dtype: torch.dtype, device: torch.device) -> None:
         self.tile_size = tile_size
         self.dtype = dtype
+        self.device = device
         self._buffers = [torch.empty(0, dtype=dtype, device=device) for _ in range(4)]
 
     def tiles(self, block: Block) -> Iterator[Tile]:

@@ -7,6 +7,7 @@ number of samples, not of pairs. No softmax couples the ranks: every term needs 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,12 +20,11 @@ from disco_ds.losses.base import (
     Call,
     ContrastiveLoss,
     Gather,
-    Kernel,
     Result,
     WireDtype,
 )
+from disco_ds.losses.kernels import Kernel, sigmoid_passes
 from disco_ds.losses.pairwise import Block
-from disco_ds.losses.sigmoid import SigmoidPairs
 
 
 class SigLIPLoss(ContrastiveLoss):
@@ -51,7 +51,9 @@ class SigLIPLoss(ContrastiveLoss):
     """
 
     def _compute(self, call: Call) -> Result:
-        pairs = SigmoidPairs(call.engine, call.agreed.scale, call.agreed.bias)
+        pairs = sigmoid_passes(
+            self.kernel, call.engine, scale=call.agreed.scale, bias=call.agreed.bias
+        )
         mine = call.exchange.rank
         texts = call.stream(call.y)
         images = call.stream(call.x) if call.want_text_side else []
@@ -68,6 +70,11 @@ class SigLIPLoss(ContrastiveLoss):
         shares = call.exchange.gather_vectors(sums[:1].to(dtype), [1] * len(call.agreed.sizes))
         value: Tensor = torch.cat(shares).sum() * coefficient
         return Result(value, coefficient, dx, dy, sums[1])
+
+    def _chance_level(self, global_batch_size: int) -> float:
+        """Return the lowest value of equal logits: ``sigmoid(z) = 1/B`` for every pair."""
+        negatives = global_batch_size - 1
+        return math.log(global_batch_size) - negatives * math.log1p(-1 / global_batch_size)
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ A strategy owns the wrapped encoders and their optimizer. The encoders are touch
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from disco_ds.distributed import World, mean_over_ranks_
 from disco_ds.models import Encoders
 from disco_ds.optim import OptimConfig
-
-Precision = Literal["fp32", "bf16"]
+from disco_ds.strategies.config import EngineConfig
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,7 @@ class StepResult:
     """What became of one optimizer step."""
 
     grad_norm: float
-    """Global gradient norm of the encoders before clipping."""
+    """Global gradient norm of the encoders before clipping; infinite or NaN when skipped."""
 
     skipped: bool
     """True when the engine refused the step (overflow); nothing was changed then."""
@@ -59,8 +58,9 @@ class Strategy(ABC):
     module: Encoders
     """The encoders as built; call :meth:`encode` instead of this."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, engine: EngineConfig | None = None) -> None:
         self.world = world
+        self.config = engine or EngineConfig()
 
     @abstractmethod
     def setup(self, encoders: Encoders, optim: OptimConfig) -> None:
@@ -80,13 +80,20 @@ class Strategy(ABC):
         Collective: all ranks call it equally often, with any batch sizes.
         """
 
-    @abstractmethod
     def accumulate(self) -> AbstractContextManager[None]:
         """Surround the backward calls of one step; gradients are reduced once."""
+        return nullcontext()
+
+    def micro_batch(self, *, is_last: bool) -> AbstractContextManager[None]:
+        """Surround encoding and backward of one micro-batch, inside :meth:`accumulate`.
+
+        Features encoded outside belong to a step of one micro-batch, the last.
+        """
+        return nullcontext()
 
     @abstractmethod
-    def backward(self, surrogate: Tensor, *, is_last: bool) -> None:
-        """Add the gradient of a 0-D surrogate; ``is_last`` marks the step's last micro-batch."""
+    def backward(self, surrogate: Tensor) -> None:
+        """Add the gradient of a 0-D surrogate. Collective in the last micro-batch."""
 
     @abstractmethod
     def step(self, lr: float) -> StepResult:
@@ -125,14 +132,26 @@ class Strategy(ABC):
         mean_over_ranks_(buffers, self.world)
 
 
+def ensure_process_group(world: World) -> None:
+    """A group for engines that need one even for a single process; others exist already."""
+    if not dist.is_initialized():
+        backend = "nccl" if world.device.type == "cuda" else "gloo"
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+
+
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
     """Buffers that belong to the weights, by name."""
     names = module.state_dict(keep_vars=True).keys()
     return {name: buffer for name, buffer in module.named_buffers() if name in names}
 
 
-def copy_into(targets: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
-    """Copy tensors by name, in place.
+def copy_into(
+    targets: Mapping[str, Tensor],
+    values: Mapping[str, Tensor],
+    copy: Callable[[Tensor, Tensor], object] = Tensor.copy_,
+) -> None:
+    """Copy tensors by name, in place; ``copy(target, value)`` does it for one.
 
     Raises:
         ValueError: a name is missing, or a shape differs.
@@ -145,4 +164,4 @@ def copy_into(targets: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> No
                 f"needed {tuple(target.shape)}"
             )
         with torch.no_grad():
-            target.copy_(values[name])
+            copy(target, values[name])

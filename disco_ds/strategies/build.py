@@ -2,44 +2,75 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
 
 from disco_ds.distributed import World
 from disco_ds.strategies.base import Strategy
+from disco_ds.strategies.config import ONLY_FOR, EngineConfig, StrategyName
+from disco_ds.strategies.ddp import DDPStrategy
 from disco_ds.strategies.ds_config import RunNumbers, read_ds_config, resolve_ds_config
+from disco_ds.strategies.fsdp2 import FSDP2Strategy
 from disco_ds.strategies.single import SingleStrategy
 from disco_ds.strategies.zero import ZeroStrategy
 
-StrategyName = Literal["auto", "zero", "single"]
-
 
 def build_strategy(
-    name: StrategyName, deepspeed_config: str | None, run: RunNumbers, world: World
+    name: StrategyName,
+    deepspeed_config: str | None,
+    run: RunNumbers,
+    world: World,
+    *,
+    engine: EngineConfig | None = None,
 ) -> Strategy:
     """The strategy for a run, checked against it; nothing is allocated yet.
-
-    ``auto`` is ``zero`` when there is a DeepSpeed JSON and ``single`` otherwise.
 
     Raises:
         ValueError: the combination makes no sense, naming the flags.
     """
-    if name == "auto":
-        name = "zero" if deepspeed_config else "single"
+    engine = engine or EngineConfig()
+    name = _resolve(name, deepspeed_config, world)
+    _check_engine(name, engine)
     if name == "zero":
-        if not deepspeed_config:
-            raise ValueError(
-                "--strategy zero needs --deepspeed_config, such as ds_configs/zero2.json"
-            )
+        assert deepspeed_config is not None
         given = read_ds_config(Path(deepspeed_config))
-        return ZeroStrategy(world, ds_config=resolve_ds_config(deepspeed_config, given, run))
-    if deepspeed_config:
+        resolved = resolve_ds_config(deepspeed_config, given, run)
+        return ZeroStrategy(world, ds_config=resolved, engine=engine)
+    kinds: dict[str, Callable[..., Strategy]] = {
+        "ddp": DDPStrategy,
+        "fsdp2": FSDP2Strategy,
+        "single": SingleStrategy,
+    }
+    return kinds[name](world, precision=run.precision, engine=engine)
+
+
+def _resolve(name: StrategyName, deepspeed_config: str | None, world: World) -> StrategyName:
+    """``auto``: zero with a DeepSpeed JSON, else ddp for several ranks, else single."""
+    if name == "auto":
+        if deepspeed_config:
+            return "zero"
+        return "ddp" if world.world_size > 1 else "single"
+    if name == "zero" and not deepspeed_config:
+        raise ValueError("--strategy zero needs --deepspeed_config, such as ds_configs/zero2.json")
+    if name not in ("zero", "accelerate") and deepspeed_config:
         raise ValueError(
-            f"--strategy single ignores --deepspeed_config {deepspeed_config}: leave one out"
+            f"--strategy {name} ignores --deepspeed_config {deepspeed_config}: leave one out"
         )
-    if world.world_size > 1:
+    if name == "single" and world.world_size > 1:
         raise ValueError(
-            f"{world.world_size} ranks need an engine: add --deepspeed_config "
-            "ds_configs/zero2.json (or start one process)"
+            f"--strategy single on {world.world_size} ranks: leave it out (ddp), choose fsdp2, "
+            "or add --deepspeed_config ds_configs/zero2.json"
         )
-    return SingleStrategy(world, precision=run.precision)
+    return name
+
+
+def _check_engine(name: StrategyName, engine: EngineConfig) -> None:
+    """Refuse options that the strategy would ignore."""
+    defaults = EngineConfig()
+    for option, strategies in ONLY_FOR.items():
+        value = getattr(engine, option)
+        if name not in strategies and value != getattr(defaults, option):
+            raise ValueError(
+                f"--engine.{option} {value}: strategy {name} has no such option, "
+                f"{' and '.join(strategies)} have"
+            )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from disco_ds.strategies.base import Precision
+from disco_ds.strategies.config import Precision
 
 AUTO = (None, "auto")
 NOT_OURS = {
@@ -28,7 +28,7 @@ NOT_OURS_ZERO = {
     "zero_quantized_gradients": "not supported with exact gradients; remove the key",
     "zero_hpz_partition_size": "not tested with this step; remove the key",
 }
-HARMLESS = (None, False, 1, 1.0, {})
+HARMLESS: tuple[Any, ...] = (None, False, 1, 1.0, {})
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def resolve_ds_config(source: str, given: Mapping[str, Any], run: RunNumbers) ->
     Raises:
         ValueError: a key contradicts the run or is not supported, naming key and values.
     """
-    config = json.loads(json.dumps(given))
+    config: dict[str, Any] = json.loads(json.dumps(given))
     _refuse_foreign(source, config)
     _check_batch(source, config, run)
     _check_precision(source, config, run)
@@ -98,6 +98,8 @@ def resolve_ds_config(source: str, given: Mapping[str, Any], run: RunNumbers) ->
     config["bf16"] = {**config.get("bf16", {}), "enabled": run.precision == "bf16"}
     config.setdefault("communication_data_type", "fp32")
     config.setdefault("zero_force_ds_cpu_optimizer", False)
+    # On, stage 3 replaces torch.nn.functional.linear for the whole process, with other rounding.
+    config["zero_optimization"].setdefault("memory_efficient_linear", False)
     config["zero_allow_untested_optimizer"] = True
     return config
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from disco_ds.blocks import compile_blocks_, transformer_blocks
 from disco_ds.distributed import World
 from disco_ds.models import Encoders
 from disco_ds.optim import OptimConfig, build_optimizer, parameter_groups, set_learning_rate
@@ -20,6 +21,7 @@ from disco_ds.strategies.base import (
     copy_into,
     persistent_buffers,
 )
+from disco_ds.strategies.config import EngineConfig
 
 
 class ZeroStrategy(Strategy):
@@ -32,8 +34,10 @@ class ZeroStrategy(Strategy):
 
     name = "zero"
 
-    def __init__(self, world: World, *, ds_config: Mapping[str, Any]) -> None:
-        super().__init__(world)
+    def __init__(
+        self, world: World, *, ds_config: Mapping[str, Any], engine: EngineConfig | None = None
+    ) -> None:
+        super().__init__(world, engine)
         self.ds_config = dict(ds_config)
         self.stage: int = self.ds_config["zero_optimization"].get("stage", 0)
 
@@ -45,6 +49,8 @@ class ZeroStrategy(Strategy):
                 "the model was made under zero.Init, which discards its initialisation"
             )
         encoders = encoders.to(self.world.device)
+        if self.config.compile:
+            compile_blocks_(transformer_blocks(encoders))
         optimizer = build_optimizer(optim, parameter_groups(encoders, optim))
         self.module = encoders
         self.engine, *_ = deepspeed.initialize(
@@ -59,20 +65,26 @@ class ZeroStrategy(Strategy):
         features: tuple[Tensor | None, Tensor | None] = self.engine(image, text)
         return features
 
-    @contextmanager
-    def accumulate(self) -> Iterator[None]:
-        """Reduce once: coalesced at stages 1 to 3, by hand-set boundaries at stage 0."""
-        if not hasattr(self.engine.optimizer, "_coalesce_grad_reduction"):
-            yield
-            return
-        coalesced: AbstractContextManager[None] = self.engine.coalesce_grad_reduction()
-        with coalesced:
-            yield
+    @property
+    def _coalesces(self) -> bool:
+        """Gradients of several backwards can be reduced together (stages 1 to 3)."""
+        return hasattr(self.engine.optimizer, "_coalesce_grad_reduction")
 
-    def backward(self, surrogate: Tensor, *, is_last: bool) -> None:
-        """``engine.backward`` without DeepSpeed's division by accumulation steps."""
-        if not hasattr(self.engine.optimizer, "_coalesce_grad_reduction"):
+    def accumulate(self) -> AbstractContextManager[None]:
+        """Reduce once: coalesced at stages 1 to 3, by hand-set boundaries at stage 0."""
+        if not self._coalesces or self.config.reduce_every_micro_batch:
+            return nullcontext()
+        coalesced: AbstractContextManager[None] = self.engine.coalesce_grad_reduction()
+        return coalesced
+
+    def micro_batch(self, *, is_last: bool) -> AbstractContextManager[None]:
+        """Mark the boundary where the engine does not coalesce."""
+        if not self._coalesces or self.config.reduce_every_micro_batch:
             self.engine.set_gradient_accumulation_boundary(is_last)
+        return nullcontext()
+
+    def backward(self, surrogate: Tensor) -> None:
+        """``engine.backward`` without DeepSpeed's division by accumulation steps."""
         self.engine.backward(surrogate, scale_wrt_gas=False)
 
     def step(self, lr: float) -> StepResult:
@@ -81,11 +93,12 @@ class ZeroStrategy(Strategy):
         # Stage 0 computes no norm unless it clips, and then returns it too late to be trusted.
         norm = _gradient_norm(self.module) if self.stage == 0 else None
         self.engine.step()
-        skipped = not self.engine.was_step_applied()
-        self.optimizer_steps += not skipped
+        if not self.engine.was_step_applied():
+            return StepResult(grad_norm=float("inf"), skipped=True)
+        self.optimizer_steps += 1
         if norm is None:
             norm = float(self.engine.get_global_grad_norm())
-        return StepResult(grad_norm=norm, skipped=skipped)
+        return StepResult(grad_norm=norm, skipped=False)
 
     def state(self) -> EngineState:
         """Gather fp32 masters and moments, one parameter at a time; kept on the main rank.
@@ -213,7 +226,7 @@ class ZeroStrategy(Strategy):
 
         value = value.to(device=self.world.device, dtype=torch.float32)
         if hasattr(parameter, "ds_id"):
-            part = _own_part(value, parameter.ds_tensor.numel(), self.world)
+            part = _own_part(value, _partition(parameter).numel(), self.world)
             if key is None:
                 utils.safe_set_local_fp32_param(parameter, part)
             else:
@@ -252,6 +265,11 @@ def import_deepspeed(world: World) -> Any:
 def _gradient_norm(module: nn.Module) -> float:
     gradients = [p.grad for p in module.parameters() if p.grad is not None]
     return float(torch.linalg.vector_norm(torch.stack([g.norm() for g in gradients])))
+
+
+def _partition(parameter: nn.Parameter) -> Tensor:
+    part: Tensor = parameter.ds_tensor  # type: ignore[attr-defined]
+    return part
 
 
 def _on_cpu(tensor: Tensor) -> Tensor:

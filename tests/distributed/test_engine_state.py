@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.distributed as dist
+from engines import build
 from harness import run_distributed
-from test_step import zero_strategy
 from tiny import random_pairs, rows_of, tiny_encoders
 
 from disco_ds.distributed import World
@@ -55,28 +53,32 @@ def assert_same(found: EngineState, expected: EngineState, tolerance: float) -> 
             torch.testing.assert_close(value, other[name], rtol=0, atol=tolerance, msg=name)
 
 
-def _stages(rank: int, world_size: int, precision: str) -> None:
+def _continue_each_other(rank: int, world_size: int, names: list[str], precision: str) -> None:
     world = World(rank, world_size, rank)
 
-    def zero(stage: int) -> Callable[[], Strategy]:
-        return lambda: zero_strategy(world, stage, max_grad_norm=None, precision=precision)
+    def strategy(name: str) -> Strategy:
+        return build(name, world, pairs=8, precision=precision)  # type: ignore[arg-type]
 
-    stages = (0, 1, 2, 3) if precision == "fp32" else (1, 2, 3)
-    halfway = {stage: steps(zero(stage)(), range(2)) for stage in stages}
-    for stage in stages:
-        whole = steps(zero(stage)(), range(4))
-        for saved_under in stages:
-            resumed = steps(zero(stage)(), range(2, 4), load=halfway[saved_under])
-            # The same stage repeats to the last bit; another one sums in another order.
-            exact = saved_under == stage
-            assert_same(resumed, whole, 0.0 if exact else (2e-3 if precision == "fp32" else 0.1))
-        unchanged = steps(zero(stage)(), range(0), load=halfway[stage])
-        assert_same(unchanged, halfway[stage], 0.0)
+    halfway = {name: steps(strategy(name), range(1)) for name in names}
+    for before, name in zip([names[-1], *names], names, strict=False):
+        whole = steps(strategy(name), range(3))
+        # The same engine repeats to the last bit; another one sums in another order.
+        assert_same(steps(strategy(name), range(1, 3), load=halfway[name]), whole, 0.0)
+        moved = steps(strategy(name), range(0), load=halfway[before])
+        assert_same(moved, halfway[before], 0.0)
+        if precision == "fp32":
+            assert_same(steps(strategy(name), range(1, 3), load=halfway[before]), whole, 2e-3)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_stages_continue_each_other(precision: str) -> None:
-    run_distributed(_stages, precision, world_size=2, timeout=280)
+@pytest.mark.parametrize(
+    ("precision", "names"),
+    [
+        ("fp32", ["ddp", "zero3", "fsdp2", "zero0", "zero2"]),
+        ("bf16", ["zero1", "zero3", "fsdp2", "zero2"]),
+    ],
+)
+def test_engines_continue_each_other(precision: str, names: list[str]) -> None:
+    run_distributed(_continue_each_other, names, precision, world_size=2, timeout=280)
 
 
 def test_single_process_continues_itself() -> None:

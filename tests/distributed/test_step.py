@@ -1,145 +1,156 @@
-"""One step is one step: any engine, ranks and micro-batches give the single-process result."""
+"""The two-pass step: micro-batches of any sizes on any ranks are one batch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 import torch
+from engines import build
 from harness import run_distributed
 from tiny import random_pairs, rows_of, tiny_encoders
+from torch import Tensor
 
 from disco_ds.distributed import World, mean_over_ranks_
-from disco_ds.grad_cache import contrastive_backward
+from disco_ds.grad_cache import Pairs, RandomState, contrastive_backward, micro_batch_sizes
 from disco_ds.losses import DiscoLoss
 from disco_ds.models import Temperature, TemperatureConfig
-from disco_ds.optim import OptimConfig, build_optimizer
-from disco_ds.strategies.base import EngineState, Strategy
-from disco_ds.strategies.ds_config import RunNumbers, resolve_ds_config
-from disco_ds.strategies.single import SingleStrategy
-from disco_ds.strategies.zero import ZeroStrategy
+from disco_ds.optim import OptimConfig
+from disco_ds.strategies.base import Strategy
 
+OPTIM = OptimConfig(lr=1e-3, warmup_steps=0)
 PAIRS = 12
-STEPS = 3
-LR = 1e-2
 
 
-def zero_strategy(
-    world: World, stage: int, *, max_grad_norm: float | None, precision: str = "fp32"
-) -> ZeroStrategy:
-    numbers = RunNumbers(PAIRS, world.world_size, PAIRS, precision, max_grad_norm)  # type: ignore[arg-type]
-    bucket = {"reduce_bucket_size": 2000, "allgather_bucket_size": 2000}
-    json = {"zero_optimization": {"stage": stage, **bucket}}
-    if stage == 3:
-        json["zero_optimization"]["stage3_param_persistence_threshold"] = 0
-    return ZeroStrategy(world, ds_config=resolve_ds_config("test.json", json, numbers))
-
-
-def train_steps(
-    strategy: Strategy,
-    *,
-    num_micro_batches: int,
-    max_grad_norm: float | None,
-    checkpointing: bool = False,
-    steps: Sequence[int] = range(STEPS),
-    patch_dropout: float = 0.0,
-) -> tuple[EngineState, Temperature, list[float], list[float]]:
-    """A few AdamW steps on this rank's share; the state, the temperature, losses and norms."""
-    optim = OptimConfig(lr=LR, warmup_steps=0, max_grad_norm=max_grad_norm)
-    encoders = tiny_encoders(patch_dropout=patch_dropout)
-    encoders.train()
-    encoders.clip.set_grad_checkpointing(checkpointing)
-    strategy.setup(encoders, optim)
-    world = strategy.world
-    temperature = Temperature(TemperatureConfig())
-    temperature_optimizer = build_optimizer(optim, temperature.parameters())
+def gradients(
+    strategy: Strategy, pairs: Pairs, micro_batch_size: int, *, patch_dropout: float = 0.0
+) -> dict[str, Tensor]:
+    """Encoder gradients (as Adam's first moments) and the temperature's, of one step."""
+    strategy.setup(tiny_encoders(patch_dropout=patch_dropout).double(), OPTIM)
+    temperature = Temperature(TemperatureConfig()).double()
     loss = DiscoLoss(process_group=strategy.process_group, normalize=True)
-    losses, norms = [], []
-    for step in steps:
-        pairs = rows_of(random_pairs(PAIRS, seed=step), world.rank, world.world_size)
-        local = len(pairs.index)
-        temperature.zero_grad()
-        value = contrastive_backward(
-            strategy, loss, temperature, pairs, micro_batch_size=-(-local // num_micro_batches)
-        )
-        mean_over_ranks_([temperature.logit_scale.grad], world)
-        norms.append(strategy.step(LR).grad_norm)
-        temperature_optimizer.step()
-        losses.append(float(value))
-    return strategy.state(), temperature, losses, norms
+    contrastive_backward(strategy, loss, temperature, pairs, micro_batch_size=micro_batch_size)
+    scale_gradient = temperature.logit_scale.grad
+    mean_over_ranks_([scale_gradient], strategy.world)
+    strategy.step(OPTIM.lr)
+    return {**strategy.state().moments, "logit_scale": scale_gradient}
 
 
-def assert_equal_run(world: World, found: tuple, expected: tuple, tolerance: float) -> None:
-    state, temperature, losses, norms = found
-    torch.testing.assert_close(losses, expected[2], rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(norms, expected[3], rtol=tolerance * 10, atol=tolerance)
-    torch.testing.assert_close(
-        temperature.logit_scale, expected[1].logit_scale, rtol=tolerance, atol=tolerance
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 3, 4, 5, 7, 11])
+def test_micro_batches_equal_one_batch(micro_batch_size: int) -> None:
+    """5, 7 and 11 leave a smaller last micro-batch."""
+    pairs = random_pairs(PAIRS, dtype=torch.float64)
+    expected = gradients(build("single", World(), pairs=PAIRS), pairs, PAIRS)
+    assert_close(
+        gradients(build("single", World(), pairs=PAIRS), pairs, micro_batch_size), expected
     )
-    if world.is_main:
-        assert state.parameters.keys() == expected[0].parameters.keys()
-        assert state.moments.keys() == expected[0].moments.keys()
-        for name, value in expected[0].parameters.items():
-            # Adam divides by the root of the second moment: rounding of tiny gradients (key
-            # biases, whose true gradient is zero) becomes steps of either sign.
-            if "in_proj_bias" not in name:
-                torch.testing.assert_close(
-                    state.parameters[name], value, rtol=0, atol=tolerance * 20, msg=name
-                )
 
 
-def single_run(max_grad_norm: float | None) -> tuple:
-    strategy = SingleStrategy(World(), precision="fp32")
-    return train_steps(strategy, num_micro_batches=1, max_grad_norm=max_grad_norm)
+def test_the_second_pass_repeats_the_first_ones_dropout() -> None:
+    """Or gradients would belong to other features; and the random stream goes on as it was."""
+    pairs = random_pairs(PAIRS, dtype=torch.float64)
+    features: list[Tensor] = []
 
+    class Recording(type(build("single", World(), pairs=PAIRS))):  # type: ignore[misc]
+        def encode(self, image: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
+            found = super().encode(image, text)
+            features.append(found[0].detach())
+            return found
 
-def _zero_matches_single(rank: int, world_size: int, expected_runs: dict) -> None:
-    world = World(rank, world_size, rank)
-    for clip, expected in expected_runs.items():
-        for stage in (0, 1, 2, 3):
-            for micro, checkpointing in ((1, False), (3, True)):
-                strategy = zero_strategy(world, stage, max_grad_norm=clip)
-                found = train_steps(
-                    strategy,
-                    num_micro_batches=micro,
-                    max_grad_norm=clip,
-                    checkpointing=checkpointing,
-                )
-                assert_equal_run(world, found, expected, 1e-5)
-                strategy.close()
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_zero_equals_single_process(world_size: int) -> None:
-    """Losses, clipped norms, weights after 3 AdamW steps: fp32 rounding, summed in other orders."""
-    expected = {clip: single_run(clip) for clip in (None, 0.05)}
-    run_distributed(_zero_matches_single, expected, world_size=world_size, timeout=280)
-
-
-@pytest.mark.parametrize("num_micro_batches", [2, 3, 5])
-@pytest.mark.parametrize("patch_dropout", [0.0, 0.5])
-def test_micro_batches_equal_one_batch(num_micro_batches: int, patch_dropout: float) -> None:
-    """The second pass repeats the first one's dropout, or gradients belong to other features."""
-    from disco_ds.grad_cache import RandomState
-
-    def run(micro: int) -> tuple:
-        torch.manual_seed(0)
-        return train_steps(
-            SingleStrategy(World(), precision="fp32"),
-            num_micro_batches=micro,
-            max_grad_norm=None,
-            steps=range(1),
-            patch_dropout=patch_dropout,
-        )
-
-    found = run(num_micro_batches)
+    torch.manual_seed(0)
+    strategy = Recording(World(), precision="fp32")
+    gradients(strategy, pairs, 4, patch_dropout=0.5)
     after = RandomState.capture(torch.device("cpu")).cpu
-    if not patch_dropout:
-        assert_equal_run(World(), found, run(1), 1e-5)
-        return
-    # With dropout the masks depend on the micro-batches: repeat the two passes by hand, once.
-    assert torch.isfinite(torch.tensor(found[2])).all()
-    again = run(num_micro_batches)
+    assert len(features) == 6
+    for first, second in zip(features[:3], features[3:], strict=True):
+        assert torch.equal(first, second)
+    assert not torch.equal(features[0], features[1])
+    torch.manual_seed(0)
+    with torch.no_grad():
+        strategy.encode(pairs.image[:4], pairs.text[:4])
+        strategy.encode(pairs.image[4:8], pairs.text[4:8])
+        strategy.encode(pairs.image[8:], pairs.text[8:])
     assert torch.equal(RandomState.capture(torch.device("cpu")).cpu, after)
-    for name, value in found[0].parameters.items():
-        assert torch.equal(value, again[0].parameters[name])
+
+
+def _uneven(rank: int, world_size: int, expected: dict[str, Tensor]) -> None:
+    """Rank 0 has 3 pairs, rank 1 has 9: three micro-batches each."""
+    world = World(rank, world_size, rank)
+    pairs = random_pairs(PAIRS, dtype=torch.float64)
+    own = (0, 3) if rank == 0 else (3, PAIRS)
+    pairs = Pairs(*(column[slice(*own)] for column in (pairs.image, pairs.text, pairs.index)))
+    assert micro_batch_sizes(len(pairs.index), 3, world) == ([1, 1, 1] if rank == 0 else [3, 3, 3])
+    for name in ("ddp", "fsdp2"):
+        found = gradients(build(name, world, pairs=PAIRS), pairs, 3)
+        if world.is_main:
+            assert_close(found, expected)
+    with pytest.raises(ValueError, match="9 micro-batches on one rank, but only 3 pairs"):
+        micro_batch_sizes(len(pairs.index), 1, world)
+
+
+def test_ranks_may_hold_different_numbers_of_pairs() -> None:
+    pairs = random_pairs(PAIRS, dtype=torch.float64)
+    expected = gradients(build("single", World(), pairs=PAIRS), pairs, PAIRS)
+    run_distributed(_uneven, expected, world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "size", "expected"),
+    [(12, 4, [4, 4, 4]), (12, 5, [5, 5, 2]), (3, 5, [3]), (5, 5, [5])],
+)
+def test_full_micro_batches_and_a_rest(pairs: int, size: int, expected: list[int]) -> None:
+    assert micro_batch_sizes(pairs, size, World()) == expected
+
+
+def _encode_between(rank: int, world_size: int) -> None:
+    """Encoding for an evaluation, one tower at a time, leaves the training step as it was."""
+    world = World(rank, world_size, rank)
+    pairs = random_pairs(PAIRS, seed=5)
+    features = tiny_encoders().eval()(pairs.image, pairs.text)
+    for name in ("ddp", "fsdp2", "zero0", "zero2", "zero3"):
+        states = []
+        for evaluate in (False, True):
+            strategy = build(name, world, pairs=PAIRS)
+            strategy.setup(tiny_encoders(), OPTIM)
+            if evaluate:
+                _check_features(strategy, pairs, features)
+            step(strategy, world)
+            if evaluate:
+                with strategy.evaluating():
+                    strategy.encode(None, pairs.text[: 1 + rank])
+            step(strategy, world)
+            states.append(strategy.state())
+            strategy.close()
+        for key, value in states[0].parameters.items():
+            assert torch.equal(value, states[1].parameters[key]), (name, key)
+
+
+def _check_features(
+    strategy: Strategy, pairs: Pairs, expected: tuple[Tensor | None, Tensor | None]
+) -> None:
+    with strategy.evaluating():
+        image, nothing = strategy.encode(pairs.image, None)
+        assert nothing is None
+        _, text = strategy.encode(None, pairs.text)
+        both = strategy.encode(pairs.image, pairs.text)
+    for found in ((image, text), both):
+        for own, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-5)
+    assert strategy.module.training
+
+
+def step(strategy: Strategy, world: World) -> None:
+    pairs = rows_of(random_pairs(PAIRS), world.rank, world.world_size)
+    loss = DiscoLoss(process_group=strategy.process_group, normalize=True)
+    contrastive_backward(
+        strategy, loss, Temperature(TemperatureConfig()), pairs, micro_batch_size=3
+    )
+    strategy.step(OPTIM.lr)
+
+
+def test_encoding_at_any_time_disturbs_nothing() -> None:
+    run_distributed(_encode_between, world_size=2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import fields
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from disco_ds.losses import (
     SigLIPLoss,
     reference,
 )
+from disco_ds.losses.exchange import Exchange
 
 LOSSES = [DiscoLoss(), SigLIPLoss()]
 
@@ -104,8 +106,43 @@ def test_common_methods(loss: ContrastiveLoss) -> None:
     assert set(value) == {"contrastive_loss"}
     loss.set_progress(0.5)
     loss.after_step(skipped=True)
-    assert loss.metrics()["chance_level"] == pytest.approx(math.log(6))
     assert loss.state_dict() == {}
+
+
+def test_chance_level_is_the_value_of_features_that_say_nothing() -> None:
+    same = torch.ones(6, 4, dtype=torch.float64) / 2
+    for loss, bias in ((DiscoLoss(), None), (SigLIPLoss(), -10.0 - math.log(5))):
+        value = loss(same, same, 10.0, bias)
+        assert loss.metrics()["chance_level"] == pytest.approx(float(value))
+    assert DiscoLoss()._chance_level(6) == math.log(6)
+
+
+def overlap_worker(rank: int, world_size: int) -> None:
+    """The own block comes before anything waits for the network."""
+    own = torch.full((3, 2), float(rank))
+    wait = dist.Work.wait
+    waited: list[int] = []
+
+    def counted(self: dist.Work) -> bool:
+        waited.append(1)
+        return wait(self)
+
+    for gather in ("all", "ring"):
+        waited.clear()
+        with patch.object(dist.Work, "wait", counted):
+            blocks = iter(Exchange().stream(own, [3, 3], gather))
+            first, block = next(blocks)
+            assert (first, waited) == (rank, [])
+            assert block is own
+            other, block = next(blocks)
+            assert waited
+        assert other == 1 - rank
+        assert (block == other).all()
+        assert next(blocks, None) is None
+
+
+def test_own_block_is_worked_on_while_the_others_travel() -> None:
+    run_distributed(overlap_worker, world_size=2)
 
 
 @pytest.mark.parametrize("config", [DiscoConfig(), SigLIPConfig()])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +16,14 @@ from torch import Tensor
 
 from disco_ds.losses import DiscoLoss, SigLIPLoss, reference
 from disco_ds.losses.inputs import Header, agree
+
+
+def test_import_needs_torch_alone() -> None:
+    """Of the project's dependencies, and of what torch itself loads lazily."""
+    heavy = "{'deepspeed', 'open_clip', 'webdataset', 'triton', 'tyro', 'sympy'}"
+    code = f"import sys, disco_ds.losses; print(sorted({heavy} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 def header(rows: int = 4, dim: int = 8, **changes: Any) -> Header:

@@ -1,0 +1,41 @@
+"""The dynamic loss scale of fp16 training outside DeepSpeed."""
+
+from __future__ import annotations
+
+
+class LossScale:
+    """A power of two that lifts small fp16 gradients over the underflow limit.
+
+    The global gradient norm says whether a step overflowed, so all ranks skip together, whatever
+    part of the model each of them holds (torch's GradScaler asks every rank's own gradients).
+    Not part of checkpoints: a resumed run finds its scale again within a few skipped steps.
+
+    Args:
+        initial: scale of the first step.
+        growth_interval: good steps in a row after which the scale doubles.
+    """
+
+    MINIMUM = 1.0
+
+    def __init__(self, initial: float = 2.0**16, growth_interval: int = 2000) -> None:
+        self.value = initial
+        self.growth_interval = growth_interval
+        self._good_steps = 0
+
+    def update(self, *, overflow: bool) -> None:
+        """Halve after an overflow, double after many good steps.
+
+        Raises:
+            ValueError: overflow at the smallest scale.
+        """
+        if not overflow:
+            self._good_steps += 1
+            if self._good_steps == self.growth_interval:
+                self.value, self._good_steps = self.value * 2, 0
+            return
+        if self.value <= self.MINIMUM:
+            raise ValueError(
+                "--precision fp16: gradients overflow at the smallest loss scale; "
+                "use --precision bf16"
+            )
+        self.value, self._good_steps = self.value / 2, 0

@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from disco_ds.checkpoint import as_plain
+from disco_ds.config import (
+    TrainConfig,
+    _dataclass_options,
+    local_batch_size,
+    parse_command_line,
+    read_config,
+)
+from disco_ds.data.config import DataConfig
+from disco_ds.losses.siglip import SigLIPConfig
+from disco_ds.presets import PRESETS
+
+
+def parse(*arguments: str) -> TrainConfig:
+    return parse_command_line(arguments, PRESETS)[0]
+
+
+def test_precedence_defaults_preset_flags() -> None:
+    assert parse("--preset", "demo").model.name == "disco-demo-vit"
+    config = parse("--preset=demo", "--optim.lr", "0.5", "--global_batch_size", "32")
+    assert (config.optim.lr, config.global_batch_size) == (0.5, 32)
+    assert config.optim.weight_decay == PRESETS["demo"]().optim.weight_decay
+
+
+def test_config_file_then_flags(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"steps": 7, "loss": {"name": "siglip", "gather": "ring"}}))
+    config = parse("--config", str(path), "--steps", "9", "--data.shards", "a.tar", "b.tar")
+    assert config.steps == 9
+    assert config.loss == SigLIPConfig(gather="ring")
+    assert config.data.shards == ("a.tar", "b.tar")
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_resolved_tree_is_accepted_back(name: str, tmp_path: Path) -> None:
+    config = dataclasses.replace(PRESETS[name](), loss=SigLIPConfig(wire_dtype="bf16"))
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(as_plain(config)))
+    assert read_config(path) == config
+
+
+def test_loss_is_chosen_by_name() -> None:
+    config = parse("--preset", "demo", "loss:siglip", "--loss.tile_size", "64", "--steps", "3")
+    assert config.loss == SigLIPConfig(tile_size=64)
+    assert config.steps == 3
+
+
+def test_launcher_arguments_are_swallowed() -> None:
+    config = parse("--local_rank=1", "--preset", "demo", "--deepspeed", "--seed", "4")
+    assert config.seed == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--preset", "demoo"], r"^--preset demoo: unknown; did you mean demo\?$"),
+        (["--preset"], r"^--preset needs a value$"),
+        (["--preset", "demo", "--optim.lrr", "1"], r"^--optim.lrr: .*did you mean --optim.lr\?$"),
+        (["--preset", "demo", "--optim.lr", "x"], r"^--optim.lr: could not convert.*'x'$"),
+        (["--preset", "demo", "--optim.lr", "-1"], r"^--optim.lr -1 and --optim.min_lr 0: need"),
+        (["--preset", "demo", "--precision", "fp8"], r"^invalid choice 'fp8' .*--precision"),
+        (["--preset", "demo", "loss:sigli"], r"^loss:sigli: unknown; did you mean loss:siglip\?$"),
+        (["--preset", "demo", "--epochs", "1"], r"^give exactly one of --steps and --epochs$"),
+        (["--preset", "demo", "--global_batch_size", "1"], r"^--global_batch_size 1: .*2 pairs"),
+        (["--preset", "demo", "--micro_batch_size", "0"], r"^--micro_batch_size 0: must be pos"),
+        (["--preset", "demo", "--resume", "latest"], r"^--resume latest needs --run_dir"),
+        (["--preset", "demo", "--temperature.init", "200"], r"--temperature.init 200: must lie"),
+        (["--config", "no.json"], r"^--config no.json: cannot read it \(No such file"),
+        (["--config", "x", "--preset", "demo"], r"exclude each other$"),
+    ],
+)
+def test_wrong_arguments_give_one_line(arguments: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        parse(*arguments)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"steps": 3', "not JSON: .* at line 1, column"),
+        ("[]", r"must be an object"),
+        ('{"step": 3}', r"key step: unknown; did you mean steps\?"),
+        ('{"steps": 3, "optim": {"lrr": 1}}', r"key optim.lrr: unknown; did you mean lr\?"),
+        ('{"steps": "3"}', r"key steps: '3': "),
+        ('{"steps": 3, "loss": {"name": "disc"}}', r"key loss.name: 'disc' unknown; .* disco\?"),
+        ('{"steps": 3, "optim": 1}', r"optim. must be an object"),
+        ('{"steps": 3, "global_batch_size": 1}', r"--global_batch_size 1: "),
+    ],
+)
+def test_wrong_files_name_file_and_key(content: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "my.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=r"my\.json: .*" + message):
+        read_config(path)
+
+
+def test_batch_is_split_evenly_or_refused() -> None:
+    config = TrainConfig(data=DataConfig(), steps=1, global_batch_size=10)
+    assert local_batch_size(config, 5) == 2
+    with pytest.raises(ValueError, match="10 does not divide by 4 ranks: use 8 or 12"):
+        local_batch_size(config, 4)
+
+
+def test_every_setting_has_help() -> None:
+    """A flag without a sentence of help is a flag nobody can use; too many are a maze."""
+    import inspect
+    import typing
+
+    seen = 0
+    queue = [TrainConfig]
+    while queue:
+        cls = queue.pop()
+        source = inspect.getsource(cls)
+        for name, hint in typing.get_type_hints(cls).items():
+            options = _dataclass_options(hint)
+            queue += options
+            seen += not options
+            if not options:
+                after = source.split(f"\n    {name}: ", 1)[1].split("\n    ", 1)[1]
+                assert after.lstrip().startswith(('"""', "#")), f"{cls.__name__}.{name}"
+    assert seen < 110
