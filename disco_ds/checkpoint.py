@@ -5,7 +5,7 @@ A checkpoint is a folder that is complete or absent::
     checkpoints/step_00000100/
         model.safetensors        fp32 weights and temperature under open_clip's names: an export
         optimizer.safetensors    moments, "exp_avg/NAME" ...
-        rank_00000.pt            random states of each rank
+        rank_00000.pt            random state of each rank, its part of per-sample tables
         state.json               step, counters, data position, configuration, versions
         manifest.json            name, size and SHA-256 of each file; written last
     checkpoints/latest           name of the newest complete folder
@@ -70,10 +70,13 @@ class Snapshot:
     """Moments of encoders and temperature."""
 
     rank_state: dict[str, Any]
-    """This rank's own: random states. Tensors and plain values."""
+    """This rank's own: random states, its part of per-sample tables. Tensors and plain values."""
 
     shared: dict[str, Any]
     """Counters, data position and settings, JSON; the same on all ranks."""
+
+    rank_states: tuple[dict[str, Any], ...] = ()
+    """Loaded only: the ``rank_state`` of every rank of the run that saved."""
 
 
 def step_folder(checkpoints: Path, step: int) -> Path:
@@ -217,14 +220,14 @@ def verify_checkpoint(folder: Path) -> None:
 def load_checkpoint(folder: Path, world: World) -> Snapshot:
     """Read and verify a checkpoint; every rank reads the whole of it.
 
-    A rank that the saving run did not have gets an empty ``rank_state``. Collective.
+    Collective.
 
     Raises:
         ValueError: on all ranks: damaged or incomplete, or ranks see different checkpoints.
     """
     with agreed(world):
         verify_checkpoint(folder)
-        snapshot = _read(folder, world)
+        snapshot = _read(folder)
     steps = gather_objects(snapshot.step, world)
     if len(set(steps)) > 1:
         raise ValueError(
@@ -234,22 +237,24 @@ def load_checkpoint(folder: Path, world: World) -> Snapshot:
     return snapshot
 
 
-def _read(folder: Path, world: World) -> Snapshot:
+def _read(folder: Path) -> Snapshot:
     from safetensors.torch import load_file
 
     shared = json.loads((folder / STATE_FILE).read_text())
     if shared.pop("format") != FORMAT:
         raise ValueError(f"{folder}: written by another release of disco_ds")
-    own = folder / _rank_file(world.rank)
-    rank_state = torch.load(own, weights_only=True) if own.is_file() else {}
-    if shared["world_size"] != world.world_size:
-        rank_state = {}
+    # Memory-mapped: a rank touches the parts of other ranks' tables that it takes over.
+    rank_states = tuple(
+        torch.load(folder / _rank_file(rank), weights_only=True, mmap=True)
+        for rank in range(shared["world_size"])
+    )
     return Snapshot(
         step=shared.pop("step"),
         model=load_file(folder / MODEL_FILE),
         optimizer=load_file(folder / OPTIMIZER_FILE),
-        rank_state=rank_state,
+        rank_state={},
         shared=shared,
+        rank_states=rank_states,
     )
 
 

@@ -21,9 +21,11 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from disco_ds.checkpoint import CheckpointConfig
+from disco_ds.comm_hooks import CommHookConfig
 from disco_ds.data.config import DataConfig
 from disco_ds.evaluation.run import EvaluationConfig
 from disco_ds.losses.disco import DiscoConfig
+from disco_ds.losses.fastclip import FastCLIPConfig
 from disco_ds.losses.siglip import SigLIPConfig
 from disco_ds.models import ModelConfig, TemperatureConfig
 from disco_ds.optim import OptimConfig
@@ -34,6 +36,7 @@ TYRO_TITLES = r"^(.*?Error parsing (TrainConfig: |\w+: (?=--))?|Invalid choice |
 LossConfig = (
     Annotated[DiscoConfig, tyro.conf.subcommand("disco", prefix_name=True)]
     | Annotated[SigLIPConfig, tyro.conf.subcommand("siglip", prefix_name=True)]
+    | Annotated[FastCLIPConfig, tyro.conf.subcommand("fastclip", prefix_name=True)]
 )
 
 
@@ -71,6 +74,7 @@ class TrainConfig:
     loss: LossConfig = field(default_factory=DiscoConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
+    comm_hook: CommHookConfig = field(default_factory=CommHookConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 

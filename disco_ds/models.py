@@ -70,8 +70,11 @@ class TemperatureConfig:
     init: float = 1 / 0.07
     """Starting logit_scale (linear)."""
 
+    minimum: float = 1.0
+    """Lower bound of logit_scale (linear), applied after every step."""
+
     maximum: float = 100.0
-    """Upper bound of logit_scale (linear), applied after every step; the lower bound is 1."""
+    """Upper bound of logit_scale (linear), applied after every step."""
 
     learnable: bool = True
     """False keeps logit_scale at its starting value."""
@@ -80,10 +83,11 @@ class TemperatureConfig:
     """Peak learning rate of the temperature; the encoders' when not given."""
 
     def __post_init__(self) -> None:
-        if not 1 <= self.init <= self.maximum:
+        if not 0 < self.minimum <= self.init <= self.maximum:
             raise ValueError(
-                f"--temperature.init {self.init:g}: must lie between 1 and --temperature.maximum "
-                f"{self.maximum:g} (a logit_scale, such as 14.3, not its logarithm)"
+                f"--temperature.init {self.init:g}: must lie between --temperature.minimum "
+                f"{self.minimum:g} and --temperature.maximum {self.maximum:g} (a logit_scale, such "
+                "as 14.3, not its logarithm)"
             )
 
 
@@ -149,7 +153,8 @@ class Temperature(nn.Module):
 
     def __init__(self, config: TemperatureConfig, *, bias: float | None = None) -> None:
         super().__init__()
-        self.maximum = config.maximum
+        self.bounds = (math.log(config.minimum), math.log(config.maximum))
+        self.is_bounded = config.learnable
         self.logit_scale = nn.Parameter(
             torch.tensor(math.log(config.init)), requires_grad=config.learnable
         )
@@ -169,8 +174,9 @@ class Temperature(nn.Module):
 
     @torch.no_grad()
     def clamp_(self) -> None:
-        """Bring ``logit_scale`` back between 1 and its maximum."""
-        self.logit_scale.clamp_(0, math.log(self.maximum))
+        """Bring a learnable ``logit_scale`` back between its bounds."""
+        if self.is_bounded:
+            self.logit_scale.clamp_(*self.bounds)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from disco_ds.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
+from disco_ds.comm_hooks import CommHook
 from disco_ds.config import TrainConfig, local_batch_size
 from disco_ds.data.index import ShardIndex, build_index
 from disco_ds.data.loader import Batch, TrainLoader, check_feed
@@ -43,6 +44,7 @@ from disco_ds.metrics import MetricsLog, Progress
 from disco_ds.models import (
     ClipParts,
     Temperature,
+    TemperatureConfig,
     check_model_name,
     create_clip,
     full_state_dict,
@@ -52,7 +54,7 @@ from disco_ds.models import (
 )
 from disco_ds.optim import build_optimizer, learning_rate, set_learning_rate
 from disco_ds.strategies.base import EngineState, Strategy
-from disco_ds.strategies.build import build_strategy
+from disco_ds.strategies.build import build_strategy, choose_comm_hook
 from disco_ds.strategies.ds_config import RunNumbers
 
 logger = logging.getLogger(__name__)
@@ -84,6 +86,7 @@ class RunPlan:
     run_dir: Path
     local_batch_size: int
     strategy: Strategy
+    comm_hook: CommHook | None
     index: ShardIndex
     evaluator_tasks: Any
     checkpoint: Path | None
@@ -109,6 +112,7 @@ def plan_run(config: TrainConfig, world: World, *, run_name: str) -> RunPlan:
         strategy = build_strategy(
             config.strategy, config.deepspeed_config, numbers, world, engine=config.engine
         )
+        comm_hook = choose_comm_hook(config.deepspeed_config, config.comm_hook).build()
         check_model_name(config.model.name)
         tasks = check_evaluation(config.evaluation)
         index = _read_index(config) if world.is_main else None
@@ -120,7 +124,7 @@ def plan_run(config: TrainConfig, world: World, *, run_name: str) -> RunPlan:
         if world.is_main:
             _create_run_dir(run_dir, resuming=config.resume is not None)
     shared_index = broadcast_object(index, world)
-    return RunPlan(config, run_dir, local, strategy, shared_index, tasks, checkpoint)
+    return RunPlan(config, run_dir, local, strategy, comm_hook, shared_index, tasks, checkpoint)
 
 
 def _read_index(config: TrainConfig) -> ShardIndex:
@@ -189,10 +193,14 @@ class Trainer:
         self.strategy = plan.strategy
         self.strategy.setup(self.clip.encoders, config.optim)
         self.loss: ContrastiveLoss = config.loss.build(
-            self.strategy.process_group, normalize=True
+            self.strategy.process_group, normalize=True, num_samples=plan.index.num_samples
         ).to(world.device)
+        if plan.comm_hook is not None:
+            with agreed(world):
+                self.strategy.attach_hook(plan.comm_hook, self.loss)
         self.temperature = Temperature(
-            config.temperature, bias=initial_logit_bias(config.loss.name, config.global_batch_size)
+            _temperature_config(config),
+            bias=initial_logit_bias(config.loss.name, config.global_batch_size),
         ).to(world.device)
         self.temperature.load_scalars_(self.clip.scalars)
         self.temperature_optimizer = build_optimizer(config.optim, self.temperature.parameters())
@@ -279,7 +287,9 @@ class Trainer:
         counters.step += not result.skipped
         counters.skipped_steps += result.skipped
         counters.samples_seen += config.global_batch_size
-        return {"loss": loss, "lr": lr, "grad_norm": result.grad_norm}
+        # A loss over the whole data set reports the plain one of the batch among its metrics.
+        own = {key: float(metric) for key, metric in self.loss.metrics().items()}
+        return {"loss": loss, "lr": lr, "grad_norm": result.grad_norm, **own}
 
     def _check_finite(self, what: str, value: float) -> None:
         """Stop before anything is saved; the value is global, so all ranks stop together."""
@@ -298,7 +308,8 @@ class Trainer:
         gradients = [p.grad for p in self.temperature.parameters() if p.grad is not None]
         mean_over_ranks_(gradients, self.world)
         peak = self.config.temperature.lr or self.config.optim.lr
-        set_learning_rate(self.temperature_optimizer, self._learning_rate(peak))
+        lr = self.loss.temperature_lr(self._learning_rate(peak))
+        set_learning_rate(self.temperature_optimizer, lr)
         self.temperature_optimizer.step()
         self.temperature.clamp_()
 
@@ -311,11 +322,11 @@ class Trainer:
             "samples_seen": counters.samples_seen,
             "epoch": self.loader.epoch,
             **values,
-            **{key: float(value) for key, value in self.loss.metrics().items()},
             "logit_scale": self.temperature.logit_scale.detach().exp().item(),
             "samples_per_second": rate,
             "skipped_steps": counters.skipped_steps,
             **self._data_summary(),
+            **self.strategy.hook_metrics(),
         }
         log.write(counters.step, logged)
         left = (self.total_steps - counters.step) * self.config.global_batch_size / rate
@@ -353,7 +364,7 @@ class Trainer:
             step=self.counters.step,
             model=full_state_dict(engine.parameters, self.temperature),
             optimizer=moments,
-            rank_state={"random": self._random_state()},
+            rank_state={"random": self._random_state(), "loss": self.loss.rank_state()},
             shared={
                 "model": self.config.model.name,
                 "model_config": model_config_json(self.config.model.name),
@@ -394,10 +405,13 @@ class Trainer:
         self.strategy.load_state(EngineState(encoders, prefixed, shared["optimizer_steps"]))
         self.temperature.load_scalars_(scalars)
         self._restore_temperature_optimizer(snapshot)
+        with agreed(self.world):
+            self.loss.load_rank_states([state["loss"] for state in snapshot.rank_states])
         self.counters = Counters(snapshot.step, shared["samples_seen"], shared["skipped_steps"])
         with agreed(self.world):
             self.loader.load_state_dict(shared["data"])
-        if random := snapshot.rank_state.get("random"):
+        if len(snapshot.rank_states) == self.world.world_size:
+            random = snapshot.rank_states[self.world.rank]["random"]
             RandomState(random["cpu"], random.get("cuda"), self.world.device).restore()
         logger.info("resumed from %s after step %d", folder, snapshot.step)
 
@@ -436,6 +450,11 @@ class Trainer:
         """Release engine and workers."""
         self.loader.close()
         self.strategy.close()
+
+
+def _temperature_config(config: TrainConfig) -> TemperatureConfig:
+    """``--temperature``, with what the loss itself says about its temperature."""
+    return replace(config.temperature, **getattr(config.loss, "temperature", {}))
 
 
 def _plain_name(moment: str) -> str:

@@ -19,6 +19,10 @@ class DataConfig:
     """How many samples there should be; a run whose index says otherwise is refused."""
     missing_shards: Literal["error", "skip"] = "error"
     """What to do about gaps in a brace range."""
+    require_stats: bool = False
+    """Leave out shards that img2dataset wrote no _stats.json for (unfinished downloads)."""
+    max_bad_shards: float = 0.1
+    """Refuse to start when a larger share of the shards than this is damaged (0 to 1)."""
     num_workers: int = 1
     """Worker processes per rank that read and decode; 0 decodes in the training process."""
     prefetch_batches: int = 2
@@ -57,8 +61,9 @@ class DataConfig:
         for name in ("prefetch_batches", "max_image_pixels", "read_timeout"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"data.{name}={getattr(self, name)}: must be positive")
-        if not 0 <= self.max_bad_share <= 1:
-            raise ValueError(f"data.max_bad_share={self.max_bad_share}: must be from 0 to 1")
+        for name in ("max_bad_share", "max_bad_shards"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"data.{name}={getattr(self, name)}: must be from 0 to 1")
         self._check_captions()
         self._check_weights()
 

@@ -24,6 +24,7 @@ from typing import IO, Any, Literal, cast
 
 from tqdm import tqdm
 
+from disco_ds.data.config import DataConfig
 from disco_ds.data.remote import is_local, local_path, open_shard
 from disco_ds.data.sources import (
     Location,
@@ -33,12 +34,12 @@ from disco_ds.data.sources import (
     stated_samples,
 )
 from disco_ds.data.tar import ShardError, read_groups
-from disco_ds.distributed import World, agree_on_error, gather_objects
 
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
 EDGE_BYTES = 2**16
+MIN_SHARDS_PER_WORKER = 8
 DEFAULT_TIMEOUT_SECONDS = 60.0
 
 
@@ -136,7 +137,8 @@ def build_index(
     Args:
         sources: see :mod:`disco_ds.data.sources`.
         cache: an earlier index; only new or changed shards are read, and it is written anew.
-        num_workers: processes that read; 0: this one.
+            Shards that are not local files are taken as unchanged.
+        num_workers: processes that read, if there is enough to do; 0: this one.
         progress: show a progress bar.
         counts: "read" counts every shard's members and warns where a ``_stats.json`` or
             ``sizes.json`` is wrong; "trust" takes their numbers and reads what lacks one.
@@ -155,7 +157,7 @@ def build_index(
     if todo:
         logger.info("index: reading %d of %d shards", len(todo), len(shards))
     count = partial(count_shard, counts=counts, timeout=timeout)
-    with ordered_map(min(num_workers, len(todo))) as mapper:
+    with ordered_map(min(num_workers, len(todo) // MIN_SHARDS_PER_WORKER)) as mapper:
         results = mapper(count, [locations[number] for number in todo])
         for number, shard in zip(todo, _progress(results, len(todo), progress), strict=True):
             _report(shard)
@@ -168,22 +170,18 @@ def build_index(
     return index
 
 
-def open_index(
-    sources: Sequence[str], world: World, *, cache: Path | None, **options: Any
-) -> ShardIndex:
-    """Build the index on the main rank and hand it to all; one all-gather of small objects.
-
-    Raises:
-        ValueError: on all ranks alike, whatever :func:`build_index` raised on the main one.
-    """
-    index, error = None, None
-    if world.is_main:
-        try:
-            index = build_index(sources, cache=cache, **options)
-        except (ValueError, OSError) as caught:
-            error = caught
-    agree_on_error(error, world)
-    return cast("ShardIndex", gather_objects(index, world)[0])
+def configured_index(config: DataConfig, *, progress: bool = False) -> ShardIndex:
+    """The index of the training data that settings name; see :func:`build_index`."""
+    return build_index(
+        config.shards,
+        cache=config.index,
+        num_workers=min(8, os.cpu_count() or 1),
+        progress=progress,
+        missing=config.missing_shards,
+        require_stats=config.require_stats,
+        max_bad_shards=config.max_bad_shards,
+        timeout=config.read_timeout,
+    )
 
 
 def count_shard(location: Location, *, counts: Literal["read", "trust"], timeout: float) -> Shard:
@@ -302,8 +300,8 @@ def _reuse(location: Location, known: dict[str, Shard]) -> Shard | None:
 
 @contextmanager
 def ordered_map(num_workers: int) -> Iterator[Any]:
-    """``map`` in this process (0 workers) or over a pool of processes, results in order."""
-    if num_workers <= 0:
+    """``map`` in this process or over a pool of several, results in order."""
+    if num_workers <= 1:
         yield map
         return
     pool = ProcessPoolExecutor(num_workers, mp_context=get_context("fork"))

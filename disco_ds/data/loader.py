@@ -10,88 +10,25 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
+from disco_ds.data.batch import Batch, Delivery, Failure
 from disco_ds.data.config import DataConfig
 from disco_ds.data.index import ShardIndex
-from disco_ds.data.partition import (
-    EpochPlan,
-    ExactPlan,
-    ResampledPlan,
-    Stretch,
-    Topology,
-    draw_chances,
-)
-from disco_ds.data.pipeline import (
-    Batch,
-    BatchDataset,
-    Delivery,
-    Failure,
-    ImageTransform,
-    Recipe,
-    Start,
-    Tokenize,
-    check_bad_share,
-)
+from disco_ds.data.judge import check_bad_share
+from disco_ds.data.partition import Stretch, Topology
+from disco_ds.data.pipeline import BatchDataset, ImageTransform, Recipe, Tokenize
+from disco_ds.data.planner import Planner, make_topology
+from disco_ds.data.state import LoaderState, Position, State, merge_states
 from disco_ds.distributed import World
 
 __all__ = ["Batch", "DataConfig", "TrainLoader", "check_feed"]
 
 logger = logging.getLogger(__name__)
-
-STATE_FORMAT = 1
-ALL_RANKS = -1
-State = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class _Planner:
-    """Makes the plan of any epoch; picklable."""
-
-    config: DataConfig
-    sizes: tuple[int, ...]
-    sources: tuple[int, ...]
-    seed: int
-    topology: Topology
-    history_epoch: int = 0
-    history: tuple[Stretch, ...] = ()
-    """What other topologies consumed of ``history_epoch``."""
-    num_samples_before: int = 0
-    """How many samples that were."""
-
-    def __call__(self, epoch: int) -> EpochPlan:
-        resumed = epoch == self.history_epoch
-        history = self.history if resumed else ()
-        if self.config.mode == "exact":
-            return ExactPlan(
-                self.sizes,
-                seed=self.seed,
-                epoch=epoch,
-                topology=self.topology,
-                history=history,
-            )
-        weights = self.config.weights or _natural_weights(self.sizes, self.sources)
-        return ResampledPlan(
-            self.sizes,
-            seed=self.seed,
-            epoch=epoch,
-            topology=self.topology,
-            chances=draw_chances(self.sizes, self.sources, weights),
-            history=history,
-            num_samples_before=self.num_samples_before if resumed else 0,
-        )
-
-
-def _natural_weights(sizes: Sequence[int], sources: Sequence[int]) -> list[float]:
-    """Each source by its size."""
-    weights = [0.0] * (max(sources) + 1)
-    for size, source in zip(sizes, sources, strict=True):
-        weights[source] += size
-    return weights
 
 
 class TrainLoader:
@@ -134,31 +71,24 @@ class TrainLoader:
         self._config = config
         self._index = index
         self._world = world
-        self._topology = _topology(config, world, local_batch_size)
-        _check_feed(config, index, self._topology)
+        check_feed(config, index, world=world, local_batch_size=local_batch_size)
+        topology = make_topology(config, world, local_batch_size)
+        if world.is_main:
+            _warn_of_few_shards(index, topology)
         self.num_samples = index.num_samples
-        self.steps_per_epoch = self._topology.num_steps(index.num_samples)
-        reduced = image_size is not None and config.reduced_decode > 0
-        planner = _Planner(
-            config,
-            index.sizes,
-            tuple(shard.source for shard in index.shards),
-            seed,
-            self._topology,
-        )
+        self.steps_per_epoch = topology.num_steps(index.num_samples)
         self._recipe = Recipe(
             config=config,
             index=index,
             rank=world.rank,
             local_batch_size=local_batch_size,
-            smallest_side=round(config.reduced_decode * (image_size or 0)) if reduced else None,
+            smallest_side=_smallest_side(config, image_size),
             image_transform=image_transform,
             tokenize=tokenize,
-            seed=seed,
-            plan=planner,
+            planner=Planner.create(config, index, topology=topology, seed=seed),
         )
-        self._position = Start(0, 0, (0,) * self._topology.num_slots)
-        self._plan = planner(0)
+        self._position = Position(0, 0, (0,) * topology.num_slots)
+        self._plan = self._recipe.planner(0)
         self._counts: Counter[str] = Counter()
         self._iterator: Iterator[Delivery | Failure] | None = None
 
@@ -180,17 +110,28 @@ class TrainLoader:
         with _quiet_tokenizers():
             self._iterator = iter(self._data_loader())
         while self._iterator is not None:
-            delivery = _next(self._iterator)
-            if delivery.epoch != self._position.epoch:
-                self._counts.clear()
-                self._position = Start(delivery.epoch, 0, (0,) * self._topology.num_slots)
-                self._plan = self._planner(delivery.epoch)
-            self._counts.update(delivery.counts)
-            positions = list(self._position.positions)
-            positions[delivery.step % self._topology.num_slots] = delivery.position
-            self._position = Start(delivery.epoch, delivery.step + 1, tuple(positions))
-            self._check_bad_share()
+            try:
+                delivery = _next(self._iterator)
+                self._advance(delivery)
+            except (ValueError, RuntimeError):
+                self.close()
+                raise
             yield delivery.batch
+
+    def _advance(self, delivery: Delivery) -> None:
+        """Note that a batch is handed out."""
+        num_slots = self._recipe.planner.topology.num_slots
+        if delivery.epoch != self._position.epoch:
+            self._counts.clear()
+            self._position = Position(delivery.epoch, 0, (0,) * num_slots)
+            self._plan = self._recipe.planner(delivery.epoch)
+        self._counts.update(delivery.counts)
+        positions = list(self._position.positions)
+        positions[delivery.step % num_slots] = delivery.position
+        self._position = Position(delivery.epoch, delivery.step + 1, tuple(positions))
+        is_over = self._position.step == self._plan.num_steps
+        limit = self._config.max_bad_share
+        check_bad_share(self._counts, limit, **({"at_least": 1} if is_over else {}))
 
     def epoch_summary(self) -> dict[str, float]:
         """What became of this rank's samples in the epoch of the last batch; sum over ranks.
@@ -215,44 +156,28 @@ class TrainLoader:
         Prefetched batches do not count. Each rank has its own; to resume on another number of
         ranks, pass all of them to :meth:`merge_states`.
         """
-        planner = self._planner
+        planner = self._recipe.planner
         resumed = planner.history_epoch == self._position.epoch
-        return {
-            "format": STATE_FORMAT,
-            "fingerprint": self._index.fingerprint,
-            "mode": self._config.mode,
-            "seed": planner.seed,
-            "rank": self._world.rank,
-            "epoch": self._position.epoch,
-            "step": self._position.step,
-            "topology": _pack_topology(self._topology),
-            "positions": list(self._position.positions),
-            "history": _pack_history(planner.history if resumed else ()),
-            "num_samples_before": planner.num_samples_before if resumed else 0,
-            **{f"count/{name}": count for name, count in sorted(self._counts.items())},
-        }
+        return LoaderState(
+            fingerprint=self._index.fingerprint,
+            mode=planner.mode,
+            seed=planner.seed,
+            rank=self._world.rank,
+            topology=planner.topology,
+            position=self._position,
+            history=planner.history if resumed else (),
+            num_samples_before=planner.num_samples_before if resumed else 0,
+            counts=self._counts,
+        ).to_plain()
 
     @staticmethod
     def merge_states(states: Sequence[Mapping[str, Any]]) -> State:
         """One state, good for any rank of any topology, from the states of all ranks.
 
         Raises:
-            ValueError: they are not of one moment.
+            ValueError: they are not the states of all ranks after one step.
         """
-        ordered = sorted(states, key=lambda state: int(state["rank"]))
-        first = ordered[0]
-        common = ("fingerprint", "mode", "seed", "epoch", "step", "topology", "history")
-        if [state["rank"] for state in ordered] != list(range(first["topology"][0])) or any(
-            state[name] != first[name] for state in ordered for name in common
-        ):
-            raise ValueError("these are not the states of all ranks at one step")
-        counts: Counter[str] = Counter()
-        for state in ordered:
-            counts.update(_counts(state))
-        positions = [position for state in ordered for position in state["positions"]]
-        kept = {name: value for name, value in first.items() if not name.startswith("count/")}
-        totals = {f"count/{name}": count for name, count in sorted(counts.items())}
-        return {**kept, "rank": ALL_RANKS, "positions": positions, **totals}
+        return merge_states(states)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue after the batch that a state was taken at.
@@ -264,52 +189,36 @@ class TrainLoader:
             ValueError: the state belongs to other data, another seed or mode, or to one rank of
                 several when the topology has changed.
         """
-        _check_state(state, self._index, self._config, self._planner.seed)
-        self.close()
-        topology = _unpack_topology(state["topology"])
-        history = _unpack_history(state["history"])
-        positions = tuple(int(p) for p in state["positions"])
-        start = Start(int(state["epoch"]), int(state["step"]), ())
-        before = int(state["num_samples_before"])
-        complete = state["rank"] == ALL_RANKS or topology.world_size == 1
-        counts = _counts(state)
-        slots = self._topology.num_slots
-        if topology == self._topology and (complete or state["rank"] == self._world.rank):
-            if complete:
-                positions = positions[self._world.rank * slots : (self._world.rank + 1) * slots]
-            start = replace(start, positions=positions)
-        elif not complete:
+        saved = LoaderState.from_plain(state)
+        planner, rank = self._recipe.planner, self._world.rank
+        saved.check(fingerprint=self._index.fingerprint, mode=planner.mode, seed=planner.seed)
+        topology, position, history = saved.topology, saved.position, saved.history
+        before, slots = saved.num_samples_before, planner.topology.num_slots
+        if not saved.is_complete and (topology, saved.rank) != (planner.topology, rank):
             raise ValueError(
-                f"the data position is rank {state['rank']}'s of {topology.world_size} ranks with "
-                f"{topology.num_slots} workers; this is rank {self._world.rank} of "
-                f"{self._world.world_size} with {slots}. Resume from the states of all ranks "
-                "(TrainLoader.merge_states), or with the former ranks, workers and batch size"
+                f"the data position is rank {saved.rank}'s of {topology.world_size} ranks with "
+                f"{topology.num_slots} workers; this is rank {rank} of {self._world.world_size} "
+                f"with {slots}. Resume from the states of all ranks (TrainLoader.merge_states), "
+                "or with the former ranks, workers and batch size"
             )
-        else:
-            history = (*history, Stretch(topology, positions))
-            before += start.step * topology.world_size * topology.local_batch_size
-            start = Start(start.epoch, 0, (0,) * slots)
-        if complete and not self._world.is_main:
-            counts = Counter()  # the main rank carries everybody's
-        planner = replace(
-            self._planner, history_epoch=start.epoch, history=history, num_samples_before=before
-        )
-        self._recipe = replace(self._recipe, plan=planner)
-        self._position, self._counts, self._plan = start, counts, planner(start.epoch)
+        if topology != planner.topology:
+            history = (*history, Stretch(topology, position.positions))
+            before += position.step * topology.world_size * topology.local_batch_size
+            position = Position(position.epoch, 0, (0,) * slots)
+        elif saved.is_complete:
+            own = position.positions[rank * slots : (rank + 1) * slots]
+            position = replace(position, positions=own)
+        self.close()
+        planner = planner.resumed(position.epoch, history, before)
+        self._recipe = replace(self._recipe, planner=planner)
+        self._position, self._plan = position, planner(position.epoch)
+        # Of merged counts, the main rank carries everybody's.
+        keeps_counts = self._world.is_main or not saved.is_complete
+        self._counts = Counter(saved.counts if keeps_counts else {})
 
     def close(self) -> None:
         """Stop the workers; iterating again starts new ones at the present position."""
         self._iterator = None
-
-    def _check_bad_share(self) -> None:
-        """Judge after a thousand samples, or when the epoch is over."""
-        is_over = self._position.step == self._plan.num_steps
-        enough = {"at_least": 1} if is_over else {}
-        check_bad_share(self._counts, self._config.max_bad_share, **enough)
-
-    @property
-    def _planner(self) -> _Planner:
-        return cast("_Planner", self._recipe.plan)
 
     def _data_loader(self) -> DataLoader[Delivery | Failure]:
         workers = self._config.num_workers
@@ -369,32 +278,22 @@ def check_feed(
     Raises:
         ValueError: the data cannot fill one global batch, or is not the data asked for.
     """
-    _check_feed(config, index, _topology(config, world, local_batch_size))
-
-
-def _topology(config: DataConfig, world: World, local_batch_size: int) -> Topology:
-    return Topology(
-        world_size=world.world_size,
-        num_slots=max(1, config.num_workers),
-        local_batch_size=local_batch_size,
-        window=max(1, config.shuffle_buffer),
-    )
-
-
-def _check_feed(config: DataConfig, index: ShardIndex, topology: Topology) -> None:
-    if topology.local_batch_size < 1:
-        raise ValueError(f"local_batch_size={topology.local_batch_size}: must be at least 1")
+    if local_batch_size < 1:
+        raise ValueError(f"local_batch_size={local_batch_size}: must be at least 1")
     if config.num_samples is not None and config.num_samples != index.num_samples:
         raise ValueError(
             f"data.num_samples={config.num_samples}, but the shards hold {index.num_samples}"
         )
-    global_batch_size = topology.world_size * topology.local_batch_size
+    global_batch_size = world.world_size * local_batch_size
     if index.num_samples < global_batch_size:
         raise ValueError(
             f"{index.num_samples} samples in {len(index.shards)} shards cannot fill one global "
-            f"batch of {global_batch_size} ({topology.world_size} ranks x "
-            f"{topology.local_batch_size}): use a smaller batch, fewer ranks or more data"
+            f"batch of {global_batch_size} ({world.world_size} ranks x {local_batch_size}): use a "
+            "smaller batch, fewer ranks or more data"
         )
+
+
+def _warn_of_few_shards(index: ShardIndex, topology: Topology) -> None:
     num_consumers = topology.world_size * topology.num_slots
     filled = sum(size > 0 for size in index.sizes)
     if filled < num_consumers:
@@ -405,49 +304,8 @@ def _check_feed(config: DataConfig, index: ShardIndex, topology: Topology) -> No
         )
 
 
-def _check_state(
-    state: Mapping[str, Any], index: ShardIndex, config: DataConfig, seed: int
-) -> None:
-    if state.get("format") != STATE_FORMAT:
-        raise ValueError(f"data position of format {state.get('format')}, not {STATE_FORMAT}")
-    expected = {"fingerprint": index.fingerprint, "mode": config.mode, "seed": seed}
-    for name, value in expected.items():
-        if state[name] != value:
-            raise ValueError(
-                f"cannot resume inside the epoch: {name} of the data was {state[name]}, "
-                f"now it is {value}"
-            )
-
-
-def _counts(state: Mapping[str, Any]) -> Counter[str]:
-    prefix = "count/"
-    return Counter(
-        {name.removeprefix(prefix): int(v) for name, v in state.items() if name.startswith(prefix)}
-    )
-
-
-def _pack_topology(topology: Topology) -> list[int]:
-    return [
-        topology.world_size,
-        topology.num_slots,
-        topology.local_batch_size,
-        topology.window,
-    ]
-
-
-def _unpack_topology(numbers: Sequence[int]) -> Topology:
-    return Topology(*(int(number) for number in numbers))
-
-
-def _pack_history(history: Sequence[Stretch]) -> list[int]:
-    return [n for s in history for n in (*_pack_topology(s.topology), *s.positions)]
-
-
-def _unpack_history(numbers: Sequence[int]) -> tuple[Stretch, ...]:
-    stretches, rest = [], [int(number) for number in numbers]
-    while rest:
-        topology = _unpack_topology(rest[:4])
-        end = 4 + topology.world_size * topology.num_slots
-        stretches.append(Stretch(topology, tuple(rest[4:end])))
-        rest = rest[end:]
-    return tuple(stretches)
+def _smallest_side(config: DataConfig, image_size: int | None) -> int | None:
+    """The pixels that a reduced JPEG keeps on its shorter side; None: no reduction."""
+    if image_size is None or config.reduced_decode == 0:
+        return None
+    return round(config.reduced_decode * image_size)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
+import os
 import random
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,9 +17,12 @@ from PIL.Image import Image
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
+from disco_ds.data.batch import Batch, Delivery, Failure
 from disco_ds.data.config import DataConfig
 from disco_ds.data.index import ShardIndex
-from disco_ds.data.partition import EpochPlan, Window
+from disco_ds.data.judge import Judge
+from disco_ds.data.partition import Window
+from disco_ds.data.planner import Planner
 from disco_ds.data.reader import RawSample, ShardReader
 from disco_ds.data.samples import (
     SkipSampleError,
@@ -28,75 +31,13 @@ from disco_ds.data.samples import (
     find_image,
     random_number,
 )
-
-logger = logging.getLogger(__name__)
+from disco_ds.data.state import Position
 
 ImageTransform = Callable[[Image], Tensor]
 Tokenize = Callable[[list[str]], Tensor]
 
-MIN_SAMPLES_TO_JUDGE = 1000
-MAX_FRUITLESS_SAMPLES = 10_000
 MAX_SOURCES_COUNTED = 16  # users also name every shard by itself
 _CAPTION, _AUGMENTATION = range(2)
-
-
-@dataclass(frozen=True)
-class Batch:
-    """One step's pairs of one rank."""
-
-    image: Tensor
-    """``[b, 3, S, S]`` float32."""
-    text: Tensor
-    """``[b, context]`` int64 token ids."""
-    index: Tensor
-    """``[b]`` int64 sample ids."""
-
-    def pin_memory(self) -> Batch:
-        """Copies in page-locked memory, for asynchronous transfers to a GPU."""
-        return Batch(self.image.pin_memory(), self.text.pin_memory(), self.index.pin_memory())
-
-    def to(self, device: torch.device, *, non_blocking: bool = True) -> Batch:
-        """The same batch on a device."""
-        tensors = (self.image, self.text, self.index)
-        return Batch(*(tensor.to(device, non_blocking=non_blocking) for tensor in tensors))
-
-
-@dataclass(frozen=True)
-class Delivery:
-    """A batch and what it took to make it."""
-
-    batch: Batch
-    epoch: int
-    step: int
-    """Number of the batch in its epoch (under the present topology)."""
-    position: int
-    """Position of the slot after this batch."""
-    counts: dict[str, int]
-    """Samples seen, repeated and skipped by reason since the batch before, per source too."""
-
-    def pin_memory(self) -> Delivery:
-        """The same with a pinned batch."""
-        return Delivery(self.batch.pin_memory(), self.epoch, self.step, self.position, self.counts)
-
-
-@dataclass(frozen=True)
-class Failure:
-    """An error on its way from a worker to the training process: one line and its story."""
-
-    message: str
-    details: str
-    is_data_error: bool
-    """The data is at fault (``ValueError`` for the user) rather than the program."""
-
-
-@dataclass(frozen=True)
-class Start:
-    """Where a stream of batches begins."""
-
-    epoch: int
-    step: int
-    positions: tuple[int, ...]
-    """One per slot."""
 
 
 @dataclass(frozen=True)
@@ -110,9 +51,7 @@ class Recipe:
     smallest_side: int | None
     image_transform: ImageTransform
     tokenize: Tokenize
-    seed: int
-    plan: Callable[[int], EpochPlan]
-    """The plan of an epoch."""
+    planner: Planner
 
 
 def read_shuffled(
@@ -164,7 +103,7 @@ class Decoder:
         """
         if raw.problem:
             raise SkipSampleError(raw.problem)
-        key = (self._recipe.seed, epoch, self.index(raw))
+        key = (self._recipe.planner.seed, epoch, self.index(raw))
         content = find_image(raw.members)
         caption = choose_caption(
             raw.members,
@@ -194,7 +133,6 @@ class SlotStream:
 
     def __init__(self, recipe: Recipe, epoch: int, slot: int, position: int) -> None:
         config = recipe.config
-        plan = recipe.plan(epoch)
         self.epoch, self.slot, self.position = epoch, slot, position
         self._recipe = recipe
         self._decoder = Decoder(recipe)
@@ -205,8 +143,13 @@ class SlotStream:
             retry_seconds=config.retry_seconds,
             timeout=config.read_timeout,
         )
-        self._samples = read_shuffled(plan.windows(recipe.rank, slot, position), self._reader)
-        self._judge = _Judge(recipe)
+        windows = recipe.planner(epoch).windows(recipe.rank, slot, position)
+        self._samples = read_shuffled(windows, self._reader)
+        self._judge = Judge(
+            num_samples=recipe.index.num_samples,
+            captions=config.captions,
+            max_bad_share=config.max_bad_share,
+        )
 
     def next_batch(self, step: int) -> Delivery:
         """Gather usable samples, skipping and counting the others.
@@ -227,10 +170,10 @@ class SlotStream:
                 except SkipSampleError as skip:
                     if not repeated:  # else its own consumer counts it
                         self._count(counts, f"skipped_{skip.reason}", raw)
-                    self._judge.skipped(raw, skip.reason, repeated)
+                    self._judge.skipped(skip.reason, raw.suffixes, repeated=repeated)
                     continue
                 self._count(counts, "repeated" if repeated else "seen", raw)
-                self._judge.used(repeated)
+                self._judge.used(repeated=repeated)
                 images.append(image)
                 captions.append(caption)
                 indices.append(self._decoder.index(raw))
@@ -251,81 +194,20 @@ class SlotStream:
             counts[f"source{self._recipe.index.shards[raw.shard].source}/{what}"] += 1
 
 
-class _Judge:
-    """Stops a worker that finds hardly anything usable, whether or not it can fill a batch."""
-
-    def __init__(self, recipe: Recipe) -> None:
-        self._config = recipe.config
-        self._num_samples = recipe.index.num_samples
-        self._num_used = self._num_fruitless = 0
-        self._counts: Counter[str] = Counter()
-        self._names: Counter[str] = Counter()
-
-    def used(self, repeated: bool) -> None:
-        self._num_used += 1
-        self._num_fruitless = 0
-        if not repeated:
-            self._counts["seen"] += 1
-
-    def skipped(self, raw: RawSample, reason: str, repeated: bool) -> None:
-        self._num_fruitless += 1
-        if not repeated:
-            self._counts[f"skipped_{reason}"] += 1
-        if self._num_used == 0:
-            self._names.update(raw.suffixes)
-            limit = min(MAX_FRUITLESS_SAMPLES, self._num_samples)
-        else:
-            limit = 2 * self._num_samples  # in any order, every sample was among them
-        if self._num_fruitless >= limit:
-            raise ValueError(
-                f"none of {self._num_fruitless} samples can be used "
-                f"({_most_common(_skipped(self._counts))}); wanted: an image and a caption from "
-                f"{', '.join(self._config.captions)}; members found: {_most_common(self._names)}"
-            )
-        check_bad_share(self._counts, self._config.max_bad_share)
-
-
-def check_bad_share(
-    counts: Mapping[str, int], limit: float, *, at_least: int = MIN_SAMPLES_TO_JUDGE
-) -> None:
-    """Judge ``seen`` and ``skipped_<reason>`` once they are enough to tell.
-
-    Raises:
-        ValueError: the share of skipped samples is above the limit.
-    """
-    bad = _skipped(counts)
-    total = counts.get("seen", 0) + bad.total()
-    if total >= at_least and bad.total() > limit * total:
-        raise ValueError(
-            f"{bad.total()} of {total} samples had to be skipped ({_most_common(bad)}), more than "
-            f"data.max_bad_share={limit:g} allows; disco-ds validate lists them"
-        )
-
-
-def _skipped(counts: Mapping[str, int]) -> Counter[str]:
-    prefix = "skipped_"
-    reasons = {n.removeprefix(prefix): c for n, c in counts.items() if n.startswith(prefix)}
-    return Counter(reasons)
-
-
-def _most_common(counter: Counter[str]) -> str:
-    return ", ".join(f"{name} {count}" for name, count in counter.most_common(8)) or "none"
-
-
 class BatchDataset(IterableDataset[Delivery | Failure]):
     """The endless batches of one rank, dealt out over its workers in turn."""
 
-    def __init__(self, recipe: Recipe, start: Start) -> None:
+    def __init__(self, recipe: Recipe, start: Position) -> None:
         self._recipe = recipe
         self._start = start
 
     def __iter__(self) -> Iterator[Delivery | Failure]:
         info = get_worker_info()
         worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
+        if info is not None:  # see the loader; a fork server does not hand the setting down
+            os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         try:
             yield from self._deliver(worker, num_workers)
-        except GeneratorExit:
-            raise
         except Exception as error:
             is_data_error = isinstance(error, ValueError)
             text = str(error) if is_data_error else f"{type(error).__name__}: {error}"
@@ -350,7 +232,7 @@ class BatchDataset(IterableDataset[Delivery | Failure]):
         """(epoch, step) of every batch of the rank from the start on."""
         step = self._start.step
         for epoch in itertools.count(self._start.epoch):
-            yield from ((epoch, s) for s in range(step, self._recipe.plan(epoch).num_steps))
+            yield from ((epoch, s) for s in range(step, self._recipe.planner(epoch).num_steps))
             step = 0
 
 

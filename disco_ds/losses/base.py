@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -74,6 +75,9 @@ class Call:
 class Result:
     """What a loss computed; gradients lack the factors ``coefficient`` and ``logit_scale``.
 
+    ``scale_gradient`` (0-D), where the loss has its own rule, is this rank's share of
+    ``d(value)/d(logit_scale)``.
+
     ``dx`` is ``M Y`` and ``dy`` is ``M^T X`` for this rank's rows ([b, d], compute dtype);
     ``weight_sum`` is the sum of ``M`` over this rank's rows (0-D), None where it is 0 by algebra.
     """
@@ -83,6 +87,7 @@ class Result:
     dx: Tensor | None
     dy: Tensor | None
     weight_sum: Tensor | None = None
+    scale_gradient: Tensor | None = None
 
 
 class ContrastiveLoss(nn.Module):
@@ -183,6 +188,17 @@ class ContrastiveLoss(nn.Module):
     def after_step(self, skipped: bool) -> None:
         """Commit what the last call estimated, unless the optimizer step was skipped."""
 
+    def temperature_lr(self, scheduled: float) -> float:
+        """Learning rate of the temperature: the schedule's, unless the loss has its own rule."""
+        return scheduled
+
+    def rank_state(self) -> dict[str, Tensor]:
+        """What this rank must save beside the model: per-sample state. Nothing by default."""
+        return {}
+
+    def load_rank_states(self, states: Sequence[Mapping[str, Tensor]]) -> None:
+        """Take over the :meth:`rank_state` of all ranks of the run that saved."""
+
     def extra_repr(self) -> str:
         """Show the options that differ between instances."""
         return f"gather={self.gather!r}, kernel={self.kernel!r}, wire_dtype={self.wire_dtype}"
@@ -228,6 +244,8 @@ def _finish(call: Call, result: Result) -> tuple[Tensor | None, ...]:
     side = (call.x, result.dx) if result.dx is not None else (call.y, result.dy)
     if side[1] is not None and call.agreed.need_scalars:
         scale_gradient = row_dots(side[0], side[1]).sum() * factor
+        if result.scale_gradient is not None:
+            scale_gradient = result.scale_gradient * call.exchange.world_size
         weight_sum = result.weight_sum
         bias_gradient = scale_gradient * 0 if weight_sum is None else weight_sum * factor
     for gradient in (result.dx, result.dy):

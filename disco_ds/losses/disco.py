@@ -175,9 +175,13 @@ class DiscoConfig:
     other's negatives."""
 
     def build(
-        self, process_group: dist.ProcessGroup | None = None, *, normalize: bool = False
+        self,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        normalize: bool = False,
+        num_samples: int | None = None,
     ) -> DiscoLoss:
-        """Make the loss for a process group."""
+        """Make the loss for a process group; the size of the data set does not matter to it."""
         return DiscoLoss(
             process_group=process_group,
             gradient_reduction=self.gradient_reduction,

@@ -45,15 +45,9 @@ class InfoNCE:
     indices: list[Tensor] | None
 
     def first_pass(self, texts: Blocks) -> Softmax:
-        """Compute the softmaxes. One ``b x B x d`` product, three small collectives' scalars."""
+        """Compute the softmaxes: one ``b x B x d`` product, two collectives of scalars."""
         call, dtype = self.call, self.call.agreed.compute_dtype
-        row_lse = call.x.new_full((len(call.x),), -math.inf, dtype=torch.float64)
-        parts: list[Tensor] = [row_lse] * call.exchange.world_size
-        for rank, y in texts:
-            row_part, column_part = self.pairs.logsumexps(self._block(call.x, y, rank), rank)
-            row_lse = torch.logaddexp(row_lse, row_part)
-            parts[rank] = column_part.to(dtype)
-        column_lse = call.exchange.return_columns(parts).double().logsumexp(0)
+        row_lse, column_lse = self.negatives(texts)
         positives = call.agreed.scale * row_dots(call.x, call.y)
         row_loss, column_loss = (
             torch.logaddexp(lse - positives, torch.zeros_like(positives))
@@ -65,13 +59,27 @@ class InfoNCE:
         diagonal = torch.expm1(-row_loss) + torch.expm1(-column_loss)
         return Softmax(rows, columns, diagonal.to(dtype), loss_sum)
 
+    def negatives(self, texts: Blocks) -> tuple[Tensor, Tensor]:
+        """Log-sum-exps over the negatives of own images and own texts, float64 ``[b]`` each.
+
+        One ``b x B x d`` product; the columns' parts go back to their owners.
+        """
+        call, dtype = self.call, self.call.agreed.compute_dtype
+        row_lse = call.x.new_full((len(call.x),), -math.inf, dtype=torch.float64)
+        parts: list[Tensor] = [row_lse] * call.exchange.world_size
+        for rank, y in texts:
+            row_part, column_part = self.pairs.logsumexps(self._block(call.x, y, rank), rank)
+            row_lse = torch.logaddexp(row_lse, row_part)
+            parts[rank] = column_part.to(dtype)
+        return row_lse, call.exchange.return_columns(parts).double().logsumexp(0)
+
     def gradients(
         self, softmax: Softmax, texts: Blocks, images: Blocks | None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Compute ``dX`` and ``dY`` of own rows, up to the factor ``scale/2B``; no communication.
+        """Compute ``dX`` and ``dY`` of own rows, up to the factor ``scale/2B``.
 
         The own block is computed once and serves both. ``images`` is None when ``dY`` is not
-        wanted.
+        wanted. Features that were gathered are at hand; those of a ring come round again.
         """
         call, mine = self.call, self.call.exchange.rank
         dx = call.zeros(len(call.x), call.want_image_side)

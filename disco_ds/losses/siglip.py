@@ -93,9 +93,13 @@ class SigLIPConfig:
     """Dtype of features on the wire; None sends them as they are."""
 
     def build(
-        self, process_group: dist.ProcessGroup | None = None, *, normalize: bool = False
+        self,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        normalize: bool = False,
+        num_samples: int | None = None,
     ) -> SigLIPLoss:
-        """Make the loss for a process group."""
+        """Make the loss for a process group; the size of the data set does not matter to it."""
         return SigLIPLoss(
             process_group=process_group,
             gather=self.gather,

@@ -60,8 +60,9 @@ class NegativeTile:
         if self.shift is None:
             torch.sub(self.values, row_lse[:, None], out=scratch).exp_()
             return self.values.sub_(column_lse).exp_().add_(scratch)
-        # No more than the range where a negative exists; elsewhere 0 * inf would be NaN.
-        limit = SAFE_RANGE[self.values.dtype] + 1
+        # Where a row has a negative here its lse is within the range (plus a little for an estimate
+        # of it); elsewhere 0 * inf would be NaN.
+        limit = SAFE_RANGE[self.values.dtype] + 5
         rows = (self.shift - row_lse).clamp_(max=limit).exp_()
         columns = (self.shift - column_lse).clamp_(max=limit).exp_()
         torch.add(rows[:, None], columns, out=scratch)

@@ -10,12 +10,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from disco_ds.comm_hooks import CommHook, HookHandle, register_comm_hook
 from disco_ds.distributed import World, mean_over_ranks_
 from disco_ds.models import Encoders
 from disco_ds.optim import OptimConfig
@@ -61,10 +62,33 @@ class Strategy(ABC):
     def __init__(self, world: World, engine: EngineConfig | None = None) -> None:
         self.world = world
         self.config = engine or EngineConfig()
+        self._hook: CommHook | None = None
+        self._handle: HookHandle | None = None
 
     @abstractmethod
     def setup(self, encoders: Encoders, optim: OptimConfig) -> None:
         """Wrap the encoders and make their optimizer. Collective."""
+
+    @property
+    @abstractmethod
+    def hookable(self) -> Any:
+        """What :func:`register_comm_hook` takes; None where no gradients travel."""
+
+    def attach_hook(self, hook: CommHook, loss: nn.Module) -> None:
+        """Let a communication hook decide how gradients travel, from now on.
+
+        Raises:
+            ValueError: the hook does not work with this strategy or loss.
+        """
+        self._hook = hook
+        if self.hookable is None:
+            hook.bind(loss, self.process_group)
+        else:
+            self._handle = register_comm_hook(self.hookable, hook, loss=loss)
+
+    def hook_metrics(self) -> dict[str, float]:
+        """What the hook has to log; nothing without one."""
+        return {} if self._hook is None else self._hook.metrics()
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
@@ -108,8 +132,9 @@ class Strategy(ABC):
         """Take over a state; every rank passes the whole state. Collective."""
 
     def close(self) -> None:
-        """Release the engine."""
-        return
+        """Release the engine and its hook."""
+        if self._handle is not None:
+            self._handle.remove()
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -5,11 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from disco_ds.comm_hooks import CommHookConfig
 from disco_ds.distributed import World
 from disco_ds.strategies.base import Strategy
 from disco_ds.strategies.config import ONLY_FOR, EngineConfig, StrategyName
 from disco_ds.strategies.ddp import DDPStrategy
-from disco_ds.strategies.ds_config import RunNumbers, read_ds_config, resolve_ds_config
+from disco_ds.strategies.ds_config import (
+    RunNumbers,
+    read_comm_hook,
+    read_ds_config,
+    resolve_ds_config,
+)
 from disco_ds.strategies.fsdp2 import FSDP2Strategy
 from disco_ds.strategies.single import SingleStrategy
 from disco_ds.strategies.zero import ZeroStrategy
@@ -74,3 +80,21 @@ def _check_engine(name: StrategyName, engine: EngineConfig) -> None:
                 f"--engine.{option} {value}: strategy {name} has no such option, "
                 f"{' and '.join(strategies)} have"
             )
+
+
+def choose_comm_hook(deepspeed_config: str | None, flags: CommHookConfig) -> CommHookConfig:
+    """The hook of a run: of the DeepSpeed JSON's ``"disco"`` section, or of the flags.
+
+    Raises:
+        ValueError: both are given and differ, or the section is wrong.
+    """
+    if deepspeed_config is None:
+        return flags
+    of_file = read_comm_hook(deepspeed_config, read_ds_config(Path(deepspeed_config)))
+    if of_file is None or of_file == flags:
+        return flags
+    if flags != CommHookConfig():
+        raise ValueError(
+            f'{deepspeed_config}: "disco" has {of_file}, --comm_hook is {flags}; give one of them'
+        )
+    return of_file

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -26,11 +27,12 @@ class DDPStrategy(PlainStrategy):
     def _wrap(self, encoders: Encoders) -> nn.Module:
         ensure_process_group(self.world)
         device = self.world.device
+        options: dict[str, Any] = {_sync_buffers_argument(): False}
         return DistributedDataParallel(
             encoders,
             device_ids=[device.index] if device.type == "cuda" else None,
             gradient_as_bucket_view=True,
-            **{_sync_buffers_argument(): False},
+            **options,
         )
 
     def micro_batch(self, *, is_last: bool) -> AbstractContextManager[None]:

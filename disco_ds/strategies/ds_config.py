@@ -6,29 +6,20 @@ leaves them out, or agrees; a contradiction stops the run with both numbers.
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from disco_ds.comm_hooks import CommHookConfig
 from disco_ds.strategies.config import Precision
+from disco_ds.strategies.ds_keys import check_keys
 
 AUTO = (None, "auto")
-NOT_OURS = {
-    "optimizer": "the optimizer is set with --optim.* ; remove the section",
-    "scheduler": "the schedule is set with --optim.* ; remove the section",
-    "amp": "use --precision bf16 and remove the section",
-    "prescale_gradients": "the gradient scale belongs to the loss; remove the key",
-    "gradient_predivide_factor": "the gradient scale belongs to the loss; remove the key",
-    "sequence_parallel_size": "contrastive losses need one sample per row; remove the key",
-    "compile": "DeepCompile reduces gradients its own way and is not supported; remove the section",
-}
-NOT_OURS_ZERO = {
-    "zero_quantized_gradients": "not supported with exact gradients; remove the key",
-    "zero_hpz_partition_size": "not tested with this step; remove the key",
-}
-HARMLESS: tuple[Any, ...] = (None, False, 1, 1.0, {})
+DTYPE_NAMES = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 @dataclass(frozen=True)
@@ -74,6 +65,37 @@ def read_ds_config(path: Path) -> dict[str, Any]:
     return content
 
 
+def read_comm_hook(source: str, given: Mapping[str, Any]) -> CommHookConfig | None:
+    """The communication hook in the ``"disco"`` section, or None without one.
+
+    Raises:
+        ValueError: naming the key and the nearest known one, or the wrong value.
+    """
+    section = given.get("disco")
+    if section is None:
+        return None
+    if not isinstance(section, dict) or set(section) - {"comm_hook"}:
+        raise ValueError(f'{source}: "disco" must be {{"comm_hook": {{...}}}}, is {section!r}')
+    hook = section.get("comm_hook", {})
+    if not isinstance(hook, dict):
+        raise ValueError(f'{source}: disco.comm_hook must be an object, such as {{"name": ...}}')
+    known = [field.name for field in dataclasses.fields(CommHookConfig)]
+    for key in hook:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
+            raise ValueError(
+                f'{source}: disco.comm_hook: "{key}" is unknown; did you mean "{near[0]}"?'
+            )
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        return TypeAdapter(CommHookConfig).validate_json(json.dumps(hook), strict=True)
+    except ValidationError as error:
+        detail = error.errors()[0]
+        where = ".".join(str(part) for part in ("disco.comm_hook", *detail["loc"]))
+        raise ValueError(f"{source}: {where}: {detail['input']!r}: {detail['msg']}") from error
+
+
 def resolve_ds_config(source: str, given: Mapping[str, Any], run: RunNumbers) -> dict[str, Any]:
     """The configuration handed to ``deepspeed.initialize``: every shared number explicit.
 
@@ -83,42 +105,69 @@ def resolve_ds_config(source: str, given: Mapping[str, Any], run: RunNumbers) ->
         run: the numbers of the run.
 
     Raises:
-        ValueError: a key contradicts the run or is not supported, naming key and values.
+        ValueError: a key is unknown, contradicts the run or is not supported, naming key and
+            values.
     """
+    check_keys(source, given)
     config: dict[str, Any] = json.loads(json.dumps(given))
-    _refuse_foreign(source, config)
+    config.pop("disco", None)
+    zero = config.setdefault("zero_optimization", {})
     _check_batch(source, config, run)
-    _check_precision(source, config, run)
     _check_clipping(source, config, run)
+    _resolve_precision(source, config, run.precision)
     config["train_batch_size"] = run.global_batch_size
     # One engine step is one optimizer step: micro-batches are ours, not the engine's.
     config["train_micro_batch_size_per_gpu"] = run.local_batch_size
     config["gradient_accumulation_steps"] = 1
     config["gradient_clipping"] = run.max_grad_norm or 0.0
-    config["bf16"] = {**config.get("bf16", {}), "enabled": run.precision == "bf16"}
     config.setdefault("communication_data_type", "fp32")
-    config.setdefault("zero_force_ds_cpu_optimizer", False)
     # On, stage 3 replaces torch.nn.functional.linear for the whole process, with other rounding.
-    config["zero_optimization"].setdefault("memory_efficient_linear", False)
+    zero.setdefault("memory_efficient_linear", False)
+    config["zero_force_ds_cpu_optimizer"] = False
     config["zero_allow_untested_optimizer"] = True
     return config
 
 
-def _refuse_foreign(source: str, config: dict[str, Any]) -> None:
-    if "disco" in config:
-        raise ValueError(f'{source}: "disco" hooks are not available in this release')
-    zero = config.setdefault("zero_optimization", {})
-    if not isinstance(zero, dict):
-        raise ValueError(f'{source}: "zero_optimization" must be an object with a "stage"')
-    for section, refused in ((config, NOT_OURS), (zero, NOT_OURS_ZERO)):
-        for key, reason in refused.items():
-            value = section.get(key)
-            if isinstance(value, dict) and not value.get("deepcompile", True):
-                continue
-            if value not in HARMLESS:
-                raise ValueError(f'{source}: "{key}": {reason}')
-    if zero.get("stage", 0) not in (0, 1, 2, 3):
-        raise ValueError(f'{source}: "stage" is {zero["stage"]!r}, must be 0, 1, 2 or 3')
+def _resolve_precision(source: str, config: dict[str, Any], precision: Precision) -> None:
+    """Make exactly one of bf16, fp16 and torch_autocast say what --precision says."""
+    autocast = config.get("torch_autocast", {})
+    # A file with this section wants fp32 weights, cast operation by operation.
+    by_autocast = autocast.get("enabled", False) in (True, "auto") and precision != "fp32"
+    _agree(source, "torch_autocast", autocast, by_autocast, precision)
+    if by_autocast and autocast.get("dtype", "auto") not in ("auto", DTYPE_NAMES[precision]):
+        raise ValueError(
+            f'{source}: "torch_autocast": "dtype" is {autocast["dtype"]!r}, but --precision is '
+            f'{precision}; say "auto" in the file'
+        )
+    for key in ("bf16", "fp16"):
+        enabled = precision == key and not by_autocast
+        _agree(source, key, config.get(key, {}), enabled, precision)
+        config[key] = {**config.get(key, {}), "enabled": enabled}
+    if by_autocast:
+        config["torch_autocast"] = {**autocast, "enabled": True, "dtype": DTYPE_NAMES[precision]}
+    else:
+        config.pop("torch_autocast", None)
+        _refuse_half_at_stage_0(source, config, precision)
+
+
+def _agree(
+    source: str, key: str, section: Mapping[str, Any], wanted: bool, precision: Precision
+) -> None:
+    enabled = section.get("enabled", "auto")
+    if enabled not in AUTO and enabled != wanted:
+        raise ValueError(
+            f'{source}: "{key}": {{"enabled": {json.dumps(enabled)}}}, but --precision is '
+            f'{precision}; say "auto" in the file'
+        )
+
+
+def _refuse_half_at_stage_0(source: str, config: Mapping[str, Any], precision: Precision) -> None:
+    if precision != "fp32" and config["zero_optimization"].get("stage", 0) == 0:
+        raise ValueError(
+            f'{source}: "stage": 0 with --precision {precision}: DeepSpeed takes a hidden first '
+            "step there, so the update is not AdamW's; use stage 1, or say "
+            '"torch_autocast": {"enabled": "auto"} in the file'
+        )
 
 
 def _check_batch(source: str, config: dict[str, Any], run: RunNumbers) -> None:
@@ -143,36 +192,12 @@ def _check_batch(source: str, config: dict[str, Any], run: RunNumbers) -> None:
     if micro in AUTO:
         return
     per_rank = micro * (1 if steps in AUTO else steps)
-    allowed = (
-        (run.local_batch_size,)
-        if steps not in AUTO
-        else (
-            run.local_batch_size,
-            run.micro_batch_size,
-        )
-    )
+    allowed = {run.local_batch_size} | ({run.micro_batch_size} if steps in AUTO else set())
     if per_rank not in allowed:
         product = f"{micro}" if steps in AUTO else f"{micro} x {steps} = {per_rank}"
         raise ValueError(
             f'{source}: "train_micro_batch_size_per_gpu" x "gradient_accumulation_steps" is '
             f"{product} per rank, but {ours} (micro-batches of {run.micro_batch_size}); {remedy}"
-        )
-
-
-def _check_precision(source: str, config: dict[str, Any], run: RunNumbers) -> None:
-    for key, wanted in (("bf16", run.precision == "bf16"), ("fp16", False)):
-        enabled = config.get(key, {}).get("enabled", "auto")
-        if enabled not in AUTO and enabled != wanted:
-            raise ValueError(
-                f'{source}: "{key}": {{"enabled": {json.dumps(enabled)}}}, but --precision is '
-                f"{run.precision}; "
-                + ("fp16 is not supported, use bf16" if key == "fp16" else 'say "auto" in the file')
-            )
-    config.pop("fp16", None)
-    if run.precision == "bf16" and config["zero_optimization"].get("stage", 0) == 0:
-        raise ValueError(
-            f'{source}: "stage": 0 with --precision bf16: DeepSpeed takes a hidden first step '
-            "there, so the update is not AdamW's; use stage 1, or --precision fp32"
         )
 
 

@@ -6,11 +6,13 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from disco_ds.blocks import compile_blocks_, transformer_blocks
+from disco_ds.comm_hooks import CommHook
 from disco_ds.distributed import World
 from disco_ds.models import Encoders
 from disco_ds.optim import OptimConfig, build_optimizer, parameter_groups, set_learning_rate
@@ -52,6 +54,16 @@ class PlainStrategy(Strategy):
         self.max_grad_norm = optim.max_grad_norm
         self.optimizer_steps = 0
         self.loss_scale = LossScale() if self.precision == "fp16" else None
+
+    @property
+    def hookable(self) -> Any:
+        """The wrapped module."""
+        return self.model
+
+    def attach_hook(self, hook: CommHook, loss: nn.Module) -> None:
+        """As for any strategy; the loss scale of fp16 is ours, the hook must know of it."""
+        hook.check(fp16=self.precision == "fp16")
+        super().attach_hook(hook, loss)
 
     @abstractmethod
     def _wrap(self, encoders: Encoders) -> nn.Module:

@@ -24,3 +24,8 @@ class SingleStrategy(PlainStrategy):
 
     def _wrap(self, encoders: Encoders) -> nn.Module:
         return encoders
+
+    @property
+    def hookable(self) -> None:
+        """No gradients travel."""
+        return None

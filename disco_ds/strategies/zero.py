@@ -66,6 +66,11 @@ class ZeroStrategy(Strategy):
         return features
 
     @property
+    def hookable(self) -> Any:
+        """The engine."""
+        return self.engine
+
+    @property
     def _coalesces(self) -> bool:
         """Gradients of several backwards can be reduced together (stages 1 to 3)."""
         return hasattr(self.engine.optimizer, "_coalesce_grad_reduction")
@@ -136,6 +141,7 @@ class ZeroStrategy(Strategy):
 
     def close(self) -> None:
         """Destroy the engine and its hooks."""
+        super().close()
         self.engine.destroy()
 
     # How DeepSpeed lays out its state. Stage 0 in fp32 hands back the plain torch optimizer;

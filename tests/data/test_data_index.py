@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from make_shards import Member, flat, make_loader, make_shards, pair, take, write_tar
 
-from disco_ds.data.index import IndexCommand, ShardIndex, build_index, open_index
+from disco_ds.data.config import DataConfig
+from disco_ds.data.index import IndexCommand, ShardIndex, build_index, configured_index
 from disco_ds.data.sources import resolve, shard_name
-from disco_ds.distributed import World
 
 
 def build(*sources: object, **options: object) -> ShardIndex:
@@ -108,7 +108,7 @@ def test_something_else_is_not_taken_for_an_index(tmp_path: Path, content: str) 
 
 
 def test_workers_count_the_same(tmp_path: Path) -> None:
-    shards = make_shards(tmp_path, [1, 2, 3, 4])
+    shards = make_shards(tmp_path, [1, 2, 3, 4] * 4)
     assert build(*shards, num_workers=2) == build(*shards)
 
 
@@ -135,11 +135,12 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert ShardIndex.load(tmp_path / "index.json").sizes == build(*shards).sizes == (3, 5)
 
 
-def test_open_index_on_one_process(tmp_path: Path) -> None:
+def test_index_of_settings(tmp_path: Path) -> None:
     shards = make_shards(tmp_path, [3])
-    assert open_index(shards, World(), cache=None) == build(*shards)
-    with pytest.raises(ValueError, match="no such shard"):
-        open_index([str(tmp_path / "x.tar")], World(), cache=None)
+    config = DataConfig(shards=tuple(shards), index=tmp_path / "index.json")
+    assert configured_index(config) == build(*shards) == ShardIndex.load(tmp_path / "index.json")
+    with pytest.raises(ValueError, match="max_bad_shards=7: must be from 0 to 1"):
+        DataConfig(max_bad_shards=7)
 
 
 # P-29: number of samples

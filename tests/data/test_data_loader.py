@@ -34,9 +34,8 @@ from PIL import Image
 
 import disco_ds.data.reader as reader_module
 from disco_ds.data.config import DataConfig
-from disco_ds.data.index import build_index, open_index
+from disco_ds.data.index import build_index
 from disco_ds.data.loader import TrainLoader
-from disco_ds.distributed import World
 
 
 def epoch_of(loaders: list[TrainLoader]) -> list[int]:
@@ -167,23 +166,11 @@ def equal_steps_worker(rank: int, world_size: int, folder: str) -> None:
     assert totals.tolist() == [12.0, 12.0, 12.0]
 
 
-def missing_index_worker(rank: int, world_size: int, folder: str) -> None:
-    world = World(rank, world_size)
-    assert open_index([folder], world, cache=None).num_samples == 12
-    with pytest.raises(ValueError, match=r"rank 0: .*no\.tar: no such shard"):
-        open_index([folder + "/no.tar"], world, cache=None)
-
-
 def test_ranks_take_equal_steps_when_one_has_only_bad_samples(tmp_path: Path) -> None:
     make_shards(tmp_path, [12])
     bad = [(f"x{n}.{s}", b"0") for n in range(12) for s in ("png", "txt")]
     write_tar(tmp_path / "00001.tar", bad)
     run_distributed(equal_steps_worker, str(tmp_path), world_size=2)
-
-
-def test_an_error_in_the_index_is_one_on_all_ranks(tmp_path: Path) -> None:
-    make_shards(tmp_path, [12])
-    run_distributed(missing_index_worker, str(tmp_path), world_size=2)
 
 
 # P-25: resume

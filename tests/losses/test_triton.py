@@ -7,13 +7,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from loss_cases import Case, assert_none, failures
 
-from disco_ds.losses import DiscoLoss
+from disco_ds.losses import DiscoLoss, reference
 
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None,
@@ -133,3 +134,21 @@ def test_triton_on_a_cpu_is_refused_and_auto_falls_back() -> None:
         DiscoLoss(kernel="auto")(features, features, 1.0),
         DiscoLoss(kernel="torch")(features, features, 1.0),
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", ["torch", "triton"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_on_a_gpu(kernel: Any, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    unit = torch.nn.functional.normalize(torch.randn(2, 1000, 384, device="cuda"), dim=-1)
+    leaves = [f.to(dtype).requires_grad_() for f in unit]
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    value = DiscoLoss(kernel=kernel)(*leaves, 14.3)
+    want = reference.info_nce(*exact, 14.3)
+    torch.testing.assert_close(value.double(), want, rtol=1e-6, atol=0)
+    tolerance = 3e-5 if dtype == torch.float32 else 2**-8  # of the gradient's own dtype
+    for got, right in zip(
+        torch.autograd.grad(value, leaves), torch.autograd.grad(want, exact), strict=True
+    ):
+        assert (got.double() - right).abs().max() <= tolerance * right.abs().max()

@@ -41,7 +41,7 @@ def test_round_trip(tmp_path: Path) -> None:
     assert loaded.step == 3
     assert torch.equal(loaded.model["weight"], expected.model["weight"])
     assert loaded.model["logit_scale"].shape == ()
-    assert loaded.rank_state["data"] == {"epoch": 1, "seen": [3]}
+    assert loaded.rank_states[0]["data"] == {"epoch": 1, "seen": [3]}
     assert loaded.shared["model"] == "m"
 
 

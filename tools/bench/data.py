@@ -7,7 +7,7 @@
     pip install --no-deps --target DIR webdataset==0.2.86 pandas python-dateutil pytz tzdata six
 
 Every measurement is a process of its own: same transform, tokenizer and batch size; samples/s after
-two batches of warm-up; peak memory is the sum of proportional set sizes of the process and its
+two batches of warm-up, and processor time; peak memory is the sum of proportional set sizes of the process and its
 workers. Pictures: crops of the two photographs that scikit-learn ships, enlarged and with sensor
 noise so that the JPEGs (quality 90) have the entropy of photographs. Results go to
 ``results/data.json``.
@@ -180,15 +180,25 @@ def measure(provider: str, data_set: str, pattern: str, workers: int) -> dict[st
         first = time.perf_counter() - start
         for _ in range(WARM_UP_BATCHES - 1):
             next(batches)
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), cpu_seconds()
         for _ in range(num_batches):
             next(batches)
-        elapsed = time.perf_counter() - start
+        elapsed, cpu = time.perf_counter() - start, cpu_seconds() - cpu_start
     return {
         "samples_per_second": round(num_batches * BATCH_SIZE / elapsed, 1),
+        "cpu_ms_per_sample": round(1e3 * cpu / (num_batches * BATCH_SIZE), 2),
         "first_batch_seconds": round(first, 2),
         "peak_memory_mb": round(peak() / 1e6),
     }
+
+
+def cpu_seconds() -> float:
+    """Processor time of this process and its workers: a busy neighbour hardly changes it."""
+    import psutil
+
+    me = psutil.Process()
+    times = [process.cpu_times() for process in [me, *me.children(recursive=True)]]
+    return sum(t.user + t.system for t in times)
 
 
 class peak_memory:  # noqa: N801  (a context manager, used like a function)

@@ -3,11 +3,12 @@
     python tools/bench/losses.py                      # 2 ranks up to 8192 pairs each, 4 ranks
     python tools/bench/losses.py --ranks 2 --pairs 512 1024 --providers open_clip ours
 
-Every number of a row comes from one set of fresh processes with one thread per rank. Time is on the
-clock (median and 20/80 % quantiles) and of rank 0's processor. Memory is the peak of resident
-memory over what was resident before the step (features included in that), on the worst rank. A
-speed-up is printed only for a loss whose gradients match float64. The floor is the time of the
-fewest products any exact method needs, at the speed of a bare ``torch.mm``.
+Ranks have one thread each. Times are taken in turn, all losses in every round: on the clock (median
+and 20/80 % quantiles) and of rank 0's processor; ratios are medians over rounds. Memory is the peak
+of resident memory over what was resident before the step (features included in that), on the worst
+rank, in processes that did nothing else. A speed-up is printed only for a loss whose gradients
+match float64. The floor is the time of the fewest products any exact method needs, at the speed of
+a bare ``torch.mm``.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import argparse
 import csv
 import os
 import platform
+import statistics
 import time
-from collections.abc import Iterable
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -25,7 +26,7 @@ from typing import Any
 
 import torch
 from losses_baselines import PROVIDERS, REFERENCES
-from losses_measure import Setup, measure
+from losses_measure import Samples, Setup, measure_costs, measure_times
 
 RESULTS = Path(__file__).parent / "results"
 # Logits of all pairs, their softmax and its gradient; more than this and the rank is skipped.
@@ -40,7 +41,8 @@ def main() -> None:
     gflops = _product_gflops(options.dim)
     for ranks, sizes in ((2, options.pairs), (4, options.pairs_of_4)):
         for pairs in sizes if ranks in options.ranks else ():
-            rows += _compare(options, ranks, pairs, gflops)
+            setup = Setup(ranks, pairs, options.dim, options.scale, options.device)
+            rows += _compare(setup, options.providers, options.seconds, gflops)
             _write(options.output, rows)
     print(f"wrote {options.output}")
 
@@ -52,7 +54,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--pairs_of_4", type=int, nargs="+", default=[512, 2048])
     parser.add_argument("--dim", type=int, default=512)
     parser.add_argument("--scale", type=float, default=14.3)
-    parser.add_argument("--seconds", type=float, default=5.0, help="to spend on repetitions")
+    parser.add_argument("--seconds", type=float, default=30.0, help="to spend on timing a size")
     parser.add_argument("--providers", nargs="+", default=list(PROVIDERS), choices=PROVIDERS)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--output", type=Path, default=RESULTS / "losses.csv")
@@ -60,30 +62,47 @@ def _parse() -> argparse.Namespace:
 
 
 def _compare(
-    options: argparse.Namespace, ranks: int, pairs: int, gflops: float
+    setup: Setup, providers: list[str], seconds: float, gflops: float
 ) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
-    for name in options.providers:
-        if not _fits(name, ranks, pairs):
-            print(f"{name}: {ranks} x {pairs} skipped, its logits do not fit", flush=True)
-            continue
-        setup = Setup(
-            name, ranks, pairs, options.dim, options.scale, options.seconds, options.device
-        )
-        floor = FLOOR_PRODUCTS * 2 * pairs * pairs * ranks * options.dim / gflops / 1e6
+    """Measure all providers at one size, print them and return one row for each."""
+    names = [name for name in providers if _fits(name, setup.ranks, setup.pairs)]
+    product = 2 * setup.pairs * setup.pairs * setup.ranks * setup.dim / gflops / 1e6
+    # A step is about six products, and half as much again for all the rest.
+    rounds = int(min(30, max(3, seconds * 1e3 / (len(names) * 9 * product))))
+    costs = {name: measure_costs(name, setup) for name in names}
+    times = measure_times(names, setup, rounds)
+    rows = []
+    for name in names:
         row = {
             "provider": name,
-            "ranks": ranks,
-            "pairs_per_rank": pairs,
-            "dim": options.dim,
-            **measure(setup),
-            "floor_ms": floor,
+            "ranks": setup.ranks,
+            "pairs_per_rank": setup.pairs,
+            "dim": setup.dim,
+            **_summary(name, times),
+            **costs[name],
+            "floor_ms": FLOOR_PRODUCTS * product,
             **_environment(),
         }
-        del row["rank"]
         rows.append(row)
-        _print(row, rows)
+        _print(row, costs.get(REFERENCES[PROVIDERS[name].kind]))
     return rows
+
+
+def _summary(name: str, times: list[dict[str, Samples]]) -> dict[str, Any]:
+    """Summarise the samples; ratios to the reference are taken round by round."""
+    clock = [round_[name].clock_ms for round_ in times]
+    cuts = statistics.quantiles(clock, n=5, method="inclusive")
+    reference = REFERENCES[PROVIDERS[name].kind]
+    pairs = [(round_[name], round_[reference]) for round_ in times if reference in round_]
+    return {
+        "ms_median": statistics.median(clock),
+        "ms_p20": cuts[0],
+        "ms_p80": cuts[3],
+        "cpu_ms": statistics.median(round_[name].cpu_ms for round_ in times),
+        "time_ratio": statistics.median(a.clock_ms / b.clock_ms for a, b in pairs) if pairs else "",
+        "cpu_ratio": statistics.median(a.cpu_ms / b.cpu_ms for a, b in pairs) if pairs else "",
+        "rounds": len(times),
+    }
 
 
 def _fits(name: str, ranks: int, pairs: int) -> bool:
@@ -93,7 +112,7 @@ def _fits(name: str, ranks: int, pairs: int) -> bool:
     return needed < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") / 2
 
 
-def _print(row: dict[str, Any], rows: Iterable[dict[str, Any]]) -> None:
+def _print(row: dict[str, Any], base: dict[str, float] | None) -> None:
     provider = PROVIDERS[row["provider"]]
     print(
         f"{row['ranks']} x {row['pairs_per_rank']:5d}  {provider.name:20s}"
@@ -101,16 +120,19 @@ def _print(row: dict[str, Any], rows: Iterable[dict[str, Any]]) -> None:
         f"{row['cpu_ms']:9.1f} cpu ms {row['peak_mib']:9.1f} MiB {row['wire_mb']:8.2f} MB"
         f" {row['products']:5.2f} products"
         f"  error {row['gradient_error']:.1e} x {row['gradient_scale']:.4f}"
-        f"  {row['cpu_ms'] / row['floor_ms']:.2f} x floor",
+        f"  cpu {row['cpu_ms'] / row['floor_ms']:.2f} x floor",
         flush=True,
     )
-    base = next((r for r in rows if r["provider"] == REFERENCES[provider.kind]), None)
     if not provider.is_ours or base is None:
         return
     if row["gradient_error"] > MAX_ERROR or abs(row["gradient_scale"] - 1) > MAX_SCALE_ERROR:
         raise SystemExit(f"{provider.name}: gradients are wrong, no speed-up is printed")
-    ratios = [f"{row[k] / base[k]:.3f} {k}" for k in ("ms_median", "cpu_ms", "peak_mib", "wire_mb")]
-    print(f"{'':31s}of {base['provider']}: " + ", ".join(ratios), flush=True)
+    print(
+        f"{'':31s}of {REFERENCES[provider.kind]}: {row['time_ratio']:.3f} time, "
+        f"{row['cpu_ratio']:.3f} cpu, {row['peak_mib'] / base['peak_mib']:.3f} memory, "
+        f"{row['wire_mb'] / base['wire_mb']:.3f} bytes",
+        flush=True,
+    )
 
 
 def _product_gflops(dim: int, size: int = 1024) -> float:

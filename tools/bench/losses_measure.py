@@ -1,10 +1,9 @@
-"""One measurement: a provider at one size, on fresh ranks, and what it cost."""
+"""Measurements of losses at one size, on new processes: costs one by one, times in turn."""
 
 from __future__ import annotations
 
 import gc
 import os
-import statistics
 import tempfile
 import time
 import warnings
@@ -13,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -34,60 +33,114 @@ MIB = 2**20
 class Setup:
     """What is measured: ``pairs`` per rank, on ``ranks`` ranks of one thread each."""
 
-    provider: str
     ranks: int
     pairs: int
     dim: int
     scale: float
-    seconds: float  # time to spend on repetitions
     device: str = "cpu"
 
 
-def measure(setup: Setup) -> dict[str, Any]:
-    """Run ``setup`` on new processes and return rank 0's numbers, memory as the worst rank's."""
+def measure_costs(provider: str, setup: Setup) -> dict[str, float]:
+    """Measure memory, bytes, products and gradient error, in processes that did nothing else."""
+    results = _run(_costs_of_rank, setup, provider)
+    return {**results[0], "peak_mib": max(result["peak_mib"] for result in results)}
+
+
+def measure_times(providers: list[str], setup: Setup, rounds: int) -> list[dict[str, Samples]]:
+    """Time all providers in turn, ``rounds`` times, in the same processes.
+
+    Whatever else the machine does meets all of them alike. Returns rank 0's samples, one per
+    provider and round.
+    """
+    samples: list[dict[str, Samples]] = _run(_times_of_rank, setup, providers, rounds)[0]
+    return samples
+
+
+class Samples(NamedTuple):
+    """One step: milliseconds on the clock, and of this rank's processor."""
+
+    clock_ms: float
+    cpu_ms: float
+
+
+def _run(work: Callable[..., Any], setup: Setup, *args: Any) -> list[Any]:
+    """Run ``work(rank, setup, *args)`` on new ranks and return what they return, by rank."""
     context = get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     with tempfile.TemporaryDirectory(prefix="bench-losses-") as folder:
         queue = context.SimpleQueue()
         processes = [
-            context.Process(target=_rank, args=(rank, setup, f"{folder}/store", queue))
+            context.Process(target=_rank, args=(work, rank, setup, f"{folder}/store", queue, args))
             for rank in range(setup.ranks)
         ]
         for process in processes:
             process.start()
+        results = dict(queue.get() for _ in processes)
         for process in processes:
             process.join()
-        failed = [process.exitcode for process in processes if process.exitcode]
-        if failed:
-            raise RuntimeError(f"{setup}: ranks ended with {failed}")
-        results = [queue.get() for _ in processes]
-    first = min(results, key=lambda result: result["rank"])
-    first["peak_mib"] = max(result["peak_mib"] for result in results)
-    return first
+    for rank, error in results.items():
+        if isinstance(error, Exception):
+            raise RuntimeError(f"rank {rank} of {setup} failed") from error
+    return [results[rank] for rank in range(setup.ranks)]
 
 
-def _rank(rank: int, setup: Setup, store: str, queue: Any) -> None:
+def _rank(
+    work: Callable[..., Any], rank: int, setup: Setup, store: str, queue: Any, args: tuple[Any, ...]
+) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    is_cuda = setup.device == "cuda"
-    if is_cuda:
+    if setup.device == "cuda":
         torch.cuda.set_device(rank)
     dist.init_process_group(
-        "nccl" if is_cuda else "gloo",
+        "nccl" if setup.device == "cuda" else "gloo",
         init_method=f"file://{store}",
         rank=rank,
         world_size=setup.ranks,
     )
-    provider = PROVIDERS[setup.provider]
-    loss = provider.make(rank, setup.ranks)
-    result: dict[str, Any] = {"rank": rank, **_parity(provider, loss, setup, rank)}
-    step, leaves = _step(loss, setup, setup.pairs, rank)
-    result |= _costs(step, leaves, setup)
-    result |= _times(step, leaves, setup.seconds, is_cuda)
-    queue.put(result)
+    try:
+        queue.put((rank, work(rank, setup, *args)))
+    except Exception as error:
+        queue.put((rank, error))
+        raise
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _costs_of_rank(rank: int, setup: Setup, name: str) -> dict[str, float]:
+    provider = PROVIDERS[name]
+    loss = provider.make(rank, setup.ranks)
+    errors = _parity(provider, loss, setup, rank)
+    step, leaves = _step(loss, setup, setup.pairs, rank)
+    return {**errors, **_costs(step, leaves, setup)}
+
+
+def _times_of_rank(
+    rank: int, setup: Setup, names: list[str], rounds: int
+) -> list[dict[str, Samples]]:
+    steps = {
+        name: _step(PROVIDERS[name].make(rank, setup.ranks), setup, setup.pairs, rank)
+        for name in names
+    }
+    if rounds > 3:
+        _round(steps, setup)  # warms up; large steps do not need it
+    return [_round(steps, setup) for _ in range(rounds)]
+
+
+def _round(
+    steps: dict[str, tuple[Callable[[], None], list[Tensor]]], setup: Setup
+) -> dict[str, Samples]:
+    samples = {}
+    for name, (step, leaves) in steps.items():
+        dist.barrier()
+        start, cpu_start = time.perf_counter(), time.process_time()
+        step()
+        if setup.device == "cuda":
+            torch.cuda.synchronize()
+        clock, cpu = time.perf_counter() - start, time.process_time() - cpu_start
+        samples[name] = Samples(clock * 1e3, cpu * 1e3)
+        _forget(leaves)
+    return samples
 
 
 def _features(pairs: int, dim: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -157,40 +210,6 @@ def _costs(step: Callable[[], None], leaves: list[Tensor], setup: Setup) -> dict
 
 def _addmm_flops(out: Any, a: Any, b: Any, *args: Any, **kwargs: Any) -> int:
     return int(2 * a[0] * a[1] * b[1])
-
-
-def _times(
-    step: Callable[[], None], leaves: list[Tensor], seconds: float, is_cuda: bool
-) -> dict[str, float]:
-    """Repeat the step, at least three times, for about ``seconds``; ranks agree on the number.
-
-    ``cpu_ms`` is the processor time of rank 0's process, which other work on the machine moves
-    far less than the time on the clock.
-    """
-    samples: list[float] = []
-    cpu_samples: list[float] = []
-    while True:
-        dist.barrier()
-        start, cpu_start = time.perf_counter(), time.process_time()
-        step()
-        if is_cuda:
-            torch.cuda.synchronize()
-        samples.append(time.perf_counter() - start)
-        cpu_samples.append(time.process_time() - cpu_start)
-        _forget(leaves)
-        enough = torch.tensor(float(len(samples) >= 3 and sum(samples) >= seconds))
-        enough = enough.cuda() if is_cuda else enough
-        dist.broadcast(enough, 0)
-        if enough:
-            break
-    cuts = statistics.quantiles(samples, n=5, method="inclusive")
-    return {
-        "ms_median": statistics.median(samples) * 1e3,
-        "ms_p20": cuts[0] * 1e3,
-        "ms_p80": cuts[3] * 1e3,
-        "cpu_ms": statistics.median(cpu_samples) * 1e3,
-        "repetitions": len(samples),
-    }
 
 
 def _forget(leaves: list[Tensor]) -> None:

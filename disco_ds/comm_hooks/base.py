@@ -1,0 +1,118 @@
+"""What a communication hook is, and the call it gets to see.
+
+Two kinds of traffic carry gradients in a contrastive step. On the *feature plane* the loss
+exchanges features and what is needed for their gradients; a hook chooses the way when it is bound
+to the loss. On the *parameter plane* the engine reduces parameter gradients; a hook sees every such
+collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+Kind = Literal["all_reduce", "reduce", "reduce_scatter"]
+Undo = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """One collective over parameter gradients, about to happen.
+
+    What travels is already multiplied by a loss scale and by the engine's averaging factor where
+    the engine has one before the collective. The padding of a reduce-scatter's input is
+    uninitialised memory under DeepSpeed: never take its norm or maximum.
+    """
+
+    kind: Kind
+    input: Tensor
+    """What this rank contributes, 1-D."""
+
+    key: object
+    """The same for the same gradients in every step."""
+
+    transport: Callable[[Tensor], None]
+
+    def send(self, stand_in: Tensor | None = None) -> None:
+        """Do the collective on the input, or on a tensor of its shape and any float dtype.
+
+        The result goes where the engine expects it, in the engine's dtype. Exactly one call per
+        reduction; collective.
+        """
+        self.transport(self.input if stand_in is None else stand_in)
+
+
+class CommHook:
+    """A way for gradients to travel. Override what differs; this one changes nothing.
+
+    A hook issues the same collectives on every rank and works on the current stream.
+    """
+
+    def check(self, *, fp16: bool) -> None:
+        """Refuse an engine this hook does not work with; ``fp16``: gradients are loss-scaled.
+
+        Raises:
+            ValueError: naming the hook and the remedy.
+        """
+
+    def bind(self, loss: nn.Module, process_group: dist.ProcessGroup | None) -> Undo:
+        """Take charge of a loss's communication; the result gives it back.
+
+        Raises:
+            ValueError: the loss cannot communicate this way.
+        """
+        return _nothing
+
+    def reduce(self, reduction: Reduction) -> None:
+        """Carry out one reduction of parameter gradients."""
+        reduction.send()
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers to log, each a mean over the steps since the last call."""
+        return {}
+
+
+def _nothing() -> None:
+    return
+
+
+class _Chain(CommHook):
+    def __init__(self, hooks: tuple[CommHook, ...]) -> None:
+        self.hooks = hooks
+
+    def check(self, *, fp16: bool) -> None:
+        for hook in self.hooks:
+            hook.check(fp16=fp16)
+
+    def bind(self, loss: nn.Module, process_group: dist.ProcessGroup | None) -> Undo:
+        undo = [hook.bind(loss, process_group) for hook in self.hooks]
+
+        def undo_all() -> None:
+            for one in reversed(undo):
+                one()
+
+        return undo_all
+
+    def reduce(self, reduction: Reduction) -> None:
+        first, *rest = self.hooks
+        if rest:
+            following = _Chain(tuple(rest))
+
+            def on(tensor: Tensor, reduction: Reduction = reduction) -> None:
+                following.reduce(replace(reduction, input=tensor))
+
+            first.reduce(replace(reduction, transport=on))
+        else:
+            first.reduce(reduction)
+
+    def metrics(self) -> dict[str, float]:
+        return {key: value for hook in self.hooks for key, value in hook.metrics().items()}
+
+
+def compose(*hooks: CommHook) -> CommHook:
+    """One hook of several; what the first one sends is what the second one sees."""
+    return hooks[0] if len(hooks) == 1 else _Chain(hooks)

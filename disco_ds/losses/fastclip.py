@@ -1,0 +1,494 @@
+"""FastCLIPLoss: contrastive losses over the whole data set, from running means of normalisers.
+
+FastCLIP (Wei et al., arXiv 2407.01445) measures, for every image and every text as an anchor, the
+mean of ``exp(h/tau)`` over the batch's negatives (``h_ij = s_ij - s_ii``), keeps a running mean
+``u`` of it for each sample of the data set, and weights the negatives by ``exp(h/tau)/(eps + u)``.
+A small batch then acts like a large one. Objectives, with ``u`` for the mean over the data set:
+
+    v0   mean_i [L1_i + L2_i]                                    one learnable tau
+    v1   tau mean_i [L1_i + L2_i]                                constant tau (SogCLR)
+    v2   mean_i [tau1_i (L1_i + rho) + tau2_i (L2_i + rho)]      tau per sample (iSogCLR)
+    v3   tau mean_i [L1_i + L2_i] + 2 rho tau                    one learnable tau
+
+with ``L = log(eps + u)`` of image (1) and text (2) anchors.
+
+(SogCLR and iSogCLR are v1 and v2 with ``gamma_schedule="constant"``.) Everything about ``u`` is
+kept as its logarithm, so nothing overflows at any temperature. The gradient needs only scalars of
+the other ranks: no feature gradient travels, and the backward call communicates nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from disco_ds.losses.base import WIRE_DTYPES, Call, ContrastiveLoss, Gather, Result, WireDtype
+from disco_ds.losses.fastclip_passes import (
+    Anchors,
+    GlobalTemperature,
+    IndividualTemperatures,
+    Products,
+    own_rows,
+)
+from disco_ds.losses.fastclip_tau import TAU_COLUMNS, TauAdam
+from disco_ds.losses.gamma import Gamma, GammaSchedule
+from disco_ds.losses.info_nce import InfoNCE
+from disco_ds.losses.kernels import Kernel, softmax_passes
+from disco_ds.losses.normaliser import LOG_U, MovingAverage, mean_over_equal
+from disco_ds.losses.pairwise import row_dots
+from disco_ds.sample_state import VISITS, SampleState
+
+logger = logging.getLogger(__name__)
+
+Version = Literal["v0", "v1", "v2", "v3"]
+Mode = Literal["exact", "fastclip_compat"]
+Duplicates = Literal["mask", "position"]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Scalars of a global batch, equal on all ranks; rows of ``[2, B]``: image, text anchors."""
+
+    index: Tensor
+    taus: Tensor  # [2, B]
+    log_counts: Tensor  # [B], log of the number of negatives
+    positives: Tensor  # [B], s_ii
+    log_g: Tensor  # [2, B], log of the mean of exp(h/tau)
+    log_u: Tensor  # [2, B], after the update
+    log_eps: Tensor  # [2, B]
+
+    @property
+    def log_eps_u(self) -> Tensor:
+        """``log(eps + u)``, ``[2, B]``."""
+        return torch.logaddexp(self.log_eps, self.log_u)
+
+    @property
+    def sums(self) -> Tensor:
+        """``sum_j p_ij = g/(eps + u)``, ``[2, B]``."""
+        return (self.log_g - self.log_eps_u).exp()
+
+
+class FastCLIPLoss(ContrastiveLoss):
+    """FastCLIP v0 to v3 over the features of all ranks; called as the other losses, with ``index``.
+
+    ``logit_scale`` is ``1/tau`` (v2 keeps its own temperatures and gives it a zero gradient, as v1
+    does). The value is the objective above on this batch (``fastclip_compat``: the surrogate that
+    the released code reports); :meth:`metrics` has the plain mini-batch InfoNCE as ``loss``.
+
+    ``mode="exact"`` differentiates the objective. ``"fastclip_compat"`` follows the released code:
+    half the feature gradient, a v3 temperature gradient whose data term counts twice, v2 without
+    the factor tau, with a clamped temperature gradient and an eps that grows with the largest
+    ``h/tau``; published values of ``rho`` belong to it.
+
+    Communication, all in forward (bytes received per rank times ``(W - 1)/W``, ``s`` bytes per
+    feature element): features ``2 s B d``; ids ``8 B``; three fp32 scalars per sample ``12 B``
+    (and the columns' parts, ``4 B``); an all-reduce of the table's values, ``2 * 4 (k + 1) B``
+    with k = 2 columns (v2: 8, and ``8 B`` for its temperature gradients).
+
+    Call :meth:`after_step` after every optimizer step: only then ``u``, the temperatures and the
+    visits of the batch are stored, and not after a skipped step.
+
+    Args:
+        version: "v0" to "v3".
+        num_samples: size of the data set; None lets the tables grow.
+        gamma_min, gamma_schedule, gamma_decay_epochs: weight of the new estimate: "cosine" from 1
+            to gamma_min over so many (fractional) epochs, "constant" gamma_min, or "visits": the
+            cosine over the sample's own visits. The first visit of a sample always takes g itself.
+        rho, eps: as in the objectives.
+        tau_init, tau_min, tau_max, tau_lr: v2's individual temperatures and their Adam; for v0
+            and v3 ``tau_lr`` is the learning rate of ``log(1/tau)`` (None: the model's).
+        tau_lr_drop: v3: ``tau_lr`` is divided by 3 for good once tau is at most this.
+        duplicates: "mask": pairs of equal id are not each other's negatives; "position": they are.
+        process_group, gather, tile_size, kernel, wire_dtype, normalize: see ``ContrastiveLoss``.
+    """
+
+    def __init__(
+        self,
+        version: Version = "v3",
+        *,
+        num_samples: int | None = None,
+        gamma_min: float = 0.2,
+        gamma_schedule: GammaSchedule = "cosine",
+        gamma_decay_epochs: float = 10.0,
+        rho: float = 6.5,
+        eps: float = 1e-14,
+        tau_init: float = 0.07,
+        tau_min: float = 0.01,
+        tau_max: float = 1.0,
+        tau_lr: float | None = None,
+        tau_lr_drop: float = 0.03,
+        mode: Mode = "exact",
+        duplicates: Duplicates = "mask",
+        process_group: dist.ProcessGroup | None = None,
+        gather: Gather = "all",
+        tile_size: int | None = None,
+        kernel: Kernel = "auto",
+        wire_dtype: torch.dtype | None = None,
+        normalize: bool = False,
+        table_device: torch.device | str = "cpu",
+        table_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__(
+            process_group=process_group,
+            gather=gather,
+            tile_size=tile_size,
+            kernel=kernel,
+            wire_dtype=wire_dtype,
+            normalize=normalize,
+        )
+        if version not in ("v0", "v1", "v2", "v3"):
+            raise ValueError(f"version must be v0, v1, v2 or v3, got {version!r}")
+        if mode not in ("exact", "fastclip_compat"):
+            raise ValueError(f'mode must be "exact" or "fastclip_compat", got {mode!r}')
+        if not 0 < tau_min <= tau_init <= tau_max:
+            raise ValueError(
+                "need 0 < tau_min <= tau_init <= tau_max, got "
+                f"{tau_min:g}, {tau_init:g}, {tau_max:g}"
+            )
+        if eps < 0:
+            raise ValueError(f"eps {eps:g}: must not be negative")
+        self.version: Version = version
+        self.mode: Mode = mode
+        self.duplicates: Duplicates = duplicates
+        released = mode == "fastclip_compat"
+        self._gamma = Gamma(gamma_min, gamma_schedule, gamma_decay_epochs, by_epoch=released)
+        self.rho, self.eps = rho, eps
+        self.tau_lr, self.tau_lr_drop = tau_lr, tau_lr_drop
+        self.tau_adam = TauAdam(
+            lr=tau_lr if tau_lr is not None else 0.0133,
+            tau_min=tau_min,
+            tau_max=tau_max,
+            by_epoch=released,
+        )
+        columns = dict.fromkeys(LOG_U, 0.0)
+        if version == "v2":
+            columns |= TAU_COLUMNS
+            columns |= {"tau_image": tau_init, "tau_text": tau_init}
+            if mode == "fastclip_compat":
+                columns |= {"bound_image": 0.0, "bound_text": 0.0}
+        self.table = SampleState(
+            columns,
+            num_samples=num_samples,
+            process_group=process_group,
+            device=table_device,
+            dtype=table_dtype,
+        )
+        self.normaliser = MovingAverage(self.table)
+        logger.info("per-sample tables: %s", self.table.describe())
+        self._epoch = 0.0
+        self._lr_dropped = False
+
+    # What the trainer calls.
+
+    def set_progress(self, epoch: float) -> None:
+        """Move gamma: ``epoch`` counts passes over the data, fractional."""
+        self._epoch = epoch
+
+    def after_step(self, skipped: bool) -> None:
+        """Store what the last call estimated, or forget it when the step was skipped."""
+        if skipped:
+            self.normaliser.discard()
+        else:
+            self.normaliser.commit()
+
+    def temperature_lr(self, scheduled: float) -> float:
+        """``tau_lr`` without a schedule (a third of it after the drop); the model's when None."""
+        if self.tau_lr is None:
+            return scheduled
+        return self.tau_lr / 3 if self._lr_dropped else self.tau_lr
+
+    def rank_state(self) -> dict[str, Tensor]:
+        """This rank's part of the tables, and whether tau's learning rate has dropped."""
+        return {**self.table.state_dict(), "lr_dropped": torch.tensor(self._lr_dropped)}
+
+    def load_rank_states(self, states: Sequence[Mapping[str, Tensor]]) -> None:
+        """Take over tables saved by any number of ranks.
+
+        Raises:
+            ValueError: tables of another version, or of another number of samples.
+        """
+        parts = [{k: v for k, v in state.items() if k != "lr_dropped"} for state in states]
+        self.table.load_parts(parts)
+        self._lr_dropped = bool(states[0]["lr_dropped"])
+
+    def gamma(self, visits: Tensor) -> Tensor:
+        """Weight of the new estimate per sample, ``[B]``, from visits before this step."""
+        return self._gamma.at(self._epoch, visits)
+
+    # One call.
+
+    def _compute(self, call: Call) -> Result:
+        if call.index is None:
+            raise ValueError("FastCLIPLoss needs index: one int64 sample id per pair")
+        sizes = list(call.agreed.sizes)
+        indices = call.exchange.gather_vectors(call.index.long(), sizes)
+        index = torch.cat(indices)
+        counts = _negatives_of(index, self.duplicates)
+        self._metrics["duplicate_rate"] = _duplicate_rate(index)
+        masked = self.duplicates == "mask" and self._metrics["duplicate_rate"] > 0
+        old = self.normaliser.read(index)
+        passes = self._passes(call, old, indices if masked else None)
+        taus = self._taus(call, old, len(index))
+        batch = self._measure(call, passes, index, taus, counts, old)
+        coefficients = self._coefficients(taus)
+        products = passes.gradients(_anchors(batch, coefficients)) if _wanted(call) else None
+        self._report(batch, old)
+        if products is None:
+            self.normaliser.discard()
+            return Result(self._value(batch), 1.0, None, None)
+        if products.moved is not None:
+            self._move_taus(call, batch, old, products.moved)
+        self._lr_dropped |= self.version == "v3" and 1 / call.agreed.scale <= self.tau_lr_drop
+        half = 0.5 if self.mode == "fastclip_compat" else 1.0
+        common = 1.0 if self.version == "v2" else float(coefficients[0, 0])
+        return Result(
+            value=self._value(batch),
+            coefficient=half * common / len(index) / call.agreed.scale,
+            dx=products.dx,
+            dy=products.dy,
+            scale_gradient=self._scale_gradient(call, batch, products),
+        )
+
+    def _passes(
+        self, call: Call, old: Mapping[str, Tensor], indices: list[Tensor] | None
+    ) -> GlobalTemperature | IndividualTemperatures:
+        if self.version == "v2":
+            taus = torch.stack([old["tau_image"], old["tau_text"]])
+            return IndividualTemperatures(call, taus, indices)
+        pairs = softmax_passes(self.kernel, call.engine, scale=call.agreed.scale, kept_bytes=0)
+        return GlobalTemperature(call, InfoNCE(call, pairs, indices))
+
+    def _taus(self, call: Call, old: Mapping[str, Tensor], size: int) -> Tensor:
+        if self.version == "v2":
+            return torch.stack([old["tau_image"], old["tau_text"]]).double()
+        tau = 1 / call.agreed.scale
+        return torch.full((2, size), tau, dtype=torch.float64, device=call.x.device)
+
+    def _coefficients(self, taus: Tensor) -> Tensor:
+        """``a = c/tau``: 1 where the objective carries the factor tau."""
+        released = self.mode == "fastclip_compat"
+        with_factor = {"v0": False, "v1": not released, "v2": not released, "v3": True}
+        return torch.ones_like(taus) if with_factor[self.version] else 1 / taus
+
+    def _measure(
+        self,
+        call: Call,
+        passes: GlobalTemperature | IndividualTemperatures,
+        index: Tensor,
+        taus: Tensor,
+        counts: Tensor,
+        old: Mapping[str, Tensor],
+    ) -> Batch:
+        """First pass: ``g`` of own anchors, then everybody's scalars and the updated ``u``."""
+        own = own_rows(call)
+        log_counts = counts.double().log()
+        positives = row_dots(call.x, call.y)
+        lse = torch.stack(passes.negatives())
+        log_g = lse - positives / taus[:, own] - log_counts[own]
+        rows = [positives, log_g[0], log_g[1]]
+        if isinstance(passes, IndividualTemperatures) and "bound_image" in old:
+            highest = torch.stack(passes.maxima()) - positives / taus[:, own]
+            rows += list(highest.clamp_(min=0.0))
+        gathered = _gather_columns(call, torch.stack(rows))
+        log_g = mean_over_equal(index, gathered[1:3])
+        log_u = self.normaliser.estimate(index, log_g, self.gamma(old[VISITS]))
+        log_eps = torch.full_like(log_u, math.log(self.eps) if self.eps else -math.inf)
+        if len(gathered) > 3:
+            bounds = torch.stack([old["bound_image"], old["bound_text"]]).to(gathered)
+            bounds = torch.maximum(bounds, gathered[3:])
+            self.normaliser.also_store({"bound_image": bounds[0], "bound_text": bounds[1]})
+            log_eps = log_eps + bounds
+        return Batch(index, taus, log_counts, gathered[0], gathered[1:3], log_u, log_eps)
+
+    def _value(self, batch: Batch) -> Tensor:
+        """Value of the objective on this batch; 0-D."""
+        tau = batch.taus
+        if self.mode == "fastclip_compat":
+            value = batch.sums.mean(1).sum()
+            if self.version == "v3":
+                value = tau[0, 0] * (value + self.rho + 0.5 * batch.log_u.mean(1).sum())
+            return value
+        if self.version == "v0":
+            return batch.log_eps_u.mean(1).sum()
+        rho = 0.0 if self.version == "v1" else self.rho
+        return (tau * (batch.log_eps_u + rho)).mean(1).sum()
+
+    def _scale_gradient(self, call: Call, batch: Batch, products: Products) -> Tensor:
+        """This rank's share of ``d/d(logit_scale) = -tau^2 d/d(tau)``; 0-D.
+
+        ``sum_i <x_i, (M Y)_i>`` over all ranks is ``sum p h`` over both kinds of anchors.
+        """
+        tau, size = 1 / call.agreed.scale, len(batch.index)
+        side = (call.x, products.dx) if products.dx is not None else (call.y, products.dy)
+        assert side[1] is not None
+        energy = row_dots(side[0], side[1]).sum() / tau / size
+        if self.version in ("v1", "v2"):
+            return torch.zeros_like(energy)
+        if self.version == "v0":
+            return energy * tau
+        own = own_rows(call)
+        share = (own.stop - own.start) / size
+        if self.mode == "fastclip_compat":
+            logs = 0.5 * batch.log_u[:, own].sum() / size + self.rho * share
+        else:
+            logs = batch.log_eps_u[:, own].sum() / size + 2 * self.rho * share
+        slope: Tensor = -(tau**2) * (logs - energy)
+        return slope
+
+    def _move_taus(
+        self, call: Call, batch: Batch, old: Mapping[str, Tensor], moved: Tensor
+    ) -> None:
+        """v2: one Adam step on the temperatures of the batch, stored with ``u``."""
+        own = own_rows(call)
+        gradient = batch.log_eps_u[:, own] + self.rho - moved / batch.taus[:, own]
+        gathered = _gather_columns(call, gradient)
+        if self.mode == "fastclip_compat":
+            gathered = gathered.clamp(-5, 5)
+        gathered = _mean_of_equal(batch.index, gathered)
+        changes = self.tau_adam.step(old, gathered, epoch=int(self._epoch))
+        self.normaliser.also_store(changes)
+
+    def _report(self, batch: Batch, old: Mapping[str, Tensor]) -> None:
+        """Scalars of this call, equal on all ranks."""
+        zero = torch.zeros_like(batch.log_g)
+        negatives = batch.log_g + batch.log_counts
+        self._metrics |= {
+            "loss": float(torch.logaddexp(negatives, zero).mean()),
+            "surrogate_loss": float(self._value(batch)),
+            "gamma": float(self.gamma(old[VISITS]).mean()),
+            **self.normaliser.metrics,
+        }
+        for name, values in (("log_u", batch.log_u), ("tau", batch.taus)):
+            if name == "tau" and self.version != "v2":
+                self._metrics["tau"] = float(values[0, 0])
+                continue
+            quantiles = torch.quantile(
+                values.double().flatten(), values.new_tensor([0.1, 0.5, 0.9]).double()
+            )
+            self._metrics |= dict(
+                zip([f"{name}_q10", f"{name}_q50", f"{name}_q90"], quantiles.tolist(), strict=True)
+            )
+
+    def extra_repr(self) -> str:
+        """Show the options that differ between instances."""
+        return f"version={self.version!r}, mode={self.mode!r}, {super().extra_repr()}"
+
+
+def _wanted(call: Call) -> bool:
+    return call.want_image_side or call.want_text_side
+
+
+def _anchors(batch: Batch, coefficients: Tensor) -> Anchors:
+    base = batch.positives / batch.taus + batch.log_counts + batch.log_eps_u
+    return Anchors(base[0], base[1], batch.sums, coefficients)
+
+
+def _negatives_of(index: Tensor, duplicates: Duplicates) -> Tensor:
+    """How many negatives each sample has, ``[B]``."""
+    if duplicates == "position":
+        return torch.full_like(index, len(index) - 1)
+    _, place, counts = torch.unique(index, return_inverse=True, return_counts=True)
+    negatives: Tensor = len(index) - counts[place]
+    return negatives
+
+
+def _duplicate_rate(index: Tensor) -> float:
+    counts = torch.unique(index, return_counts=True)[1]
+    return float(counts[counts > 1].sum()) / len(index)
+
+
+def _gather_columns(call: Call, own: Tensor) -> Tensor:
+    """Every rank's ``[k, b]`` side by side, ``[k, B]`` float64: one all-gather, ``4 k B`` bytes."""
+    sizes = call.agreed.sizes
+    flat = own.to(call.agreed.compute_dtype).flatten()
+    parts = call.exchange.gather_vectors(flat, [len(own) * size for size in sizes])
+    return torch.cat([part.view(len(own), -1) for part in parts], dim=1).double()
+
+
+def _mean_of_equal(index: Tensor, values: Tensor) -> Tensor:
+    """Replace ``[2, B]`` values by the mean over positions of equal ``index``."""
+    ids, place, counts = torch.unique(index, return_inverse=True, return_counts=True)
+    sums = values.new_zeros(len(values), len(ids)).index_add_(1, place, values)
+    means: Tensor = sums / counts
+    return means[:, place]
+
+
+@dataclass(frozen=True)
+class FastCLIPConfig:
+    """Settings of :class:`FastCLIPLoss`."""
+
+    name: Literal["fastclip"] = "fastclip"
+    """Contrastive loss over the whole data set, from running means of softmax normalisers."""
+    version: Version = "v3"
+    """v0 and v3: one learnable temperature (v3 with rho); v1: constant; v2: one per sample."""
+    gamma_min: float = 0.2
+    """Lowest weight of a new estimate; 1 has no memory. Short runs do better with 0.5 to 0.8."""
+    gamma_schedule: GammaSchedule = "cosine"
+    """cosine over epochs, constant, or visits: the cosine over each sample's own visits."""
+    gamma_decay_epochs: float = 10.0
+    """Epochs (visits) until gamma is lowest; half the run is FastCLIP's advice."""
+    rho: float = 6.5
+    """v2, v3: the larger, the smaller the temperature. Published values need fastclip_compat."""
+    eps: float = 1e-14
+    """Added to the running means: anchors far below it are not pushed any more."""
+    tau_init: float = 0.07
+    """Starting temperature (replaces --temperature.init)."""
+    tau_min: float = 0.01
+    """Lower bound of a learnable temperature."""
+    tau_max: float = 1.0
+    """Upper bound of a learnable temperature."""
+    tau_lr: float | None = None
+    """Learning rate of the temperature, unscheduled; the model's when not given (v2: 0.0133)."""
+    tau_lr_drop: float = 0.03
+    """v3: a third of tau_lr, for good, once the temperature is at most this."""
+    mode: Mode = "exact"
+    """exact: the gradient of the objective; fastclip_compat: the released code's rules."""
+    duplicates: Duplicates = "mask"
+    """mask: equal ids in a batch are not each other's negatives; position: they are."""
+    gather: Gather = "all"
+    """all: gather the features once and keep them; ring: stream them, memory O(b d)."""
+    tile_size: int | None = None
+    """Rows and columns of a tile of similarities; None picks one."""
+    kernel: Kernel = "auto"
+    """torch, triton (GPU), or auto: triton where it can run."""
+    wire_dtype: WireDtype | None = None
+    """Dtype of features on the wire; None sends them as they are."""
+
+    @property
+    def temperature(self) -> dict[str, float | bool]:
+        """What the loss decides about the learnable ``logit_scale = 1/tau``."""
+        return {
+            "init": 1 / self.tau_init,
+            "minimum": 1 / self.tau_max,
+            "maximum": 1 / self.tau_min,
+            "learnable": self.version in ("v0", "v3"),
+        }
+
+    def build(
+        self,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        normalize: bool = False,
+        num_samples: int | None = None,
+    ) -> FastCLIPLoss:
+        """Make the loss for a process group and a data set."""
+        settings = {
+            name: getattr(self, name)
+            for name in self.__dataclass_fields__
+            if name not in ("name", "version", "wire_dtype")
+        }
+        return FastCLIPLoss(
+            self.version,
+            num_samples=num_samples,
+            process_group=process_group,
+            normalize=normalize,
+            wire_dtype=None if self.wire_dtype is None else WIRE_DTYPES[self.wire_dtype],
+            **settings,
+        )

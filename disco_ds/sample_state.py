@@ -1,0 +1,158 @@
+"""Per-sample tables, split over ranks: sample ``i`` belongs to rank ``i % W``.
+
+FastCLIP keeps a few numbers for every sample of the data set. A rank holds ``1/W`` of them plus
+what a batch needs; one small collective per step brings a batch's values to all ranks. A result
+never depends on which rank draws a sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+VISITS = "visits"
+# Local slots are added in blocks of this many when an unknown id arrives.
+GROWTH = 4096
+
+
+class SampleState:
+    """Columns of numbers by sample id; reading is collective, writing is local.
+
+    Args:
+        defaults: column name -> value of a sample never written.
+        num_samples: ids are ``0 .. num_samples - 1``; None lets the tables grow with new ids.
+        process_group: ranks that share the tables; None is the default group, or one process.
+        device: where the tables lie; batches may lie elsewhere.
+        dtype: of the columns; visits are int32.
+
+    Bytes on this rank: ``(itemsize * columns + 4) * n / W``, and ``O(B)`` during a call.
+    """
+
+    def __init__(
+        self,
+        defaults: Mapping[str, float],
+        *,
+        num_samples: int | None,
+        process_group: dist.ProcessGroup | None = None,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        is_distributed = dist.is_available() and dist.is_initialized()
+        self._group = process_group
+        self.world_size = dist.get_world_size(process_group) if is_distributed else 1
+        self.rank = dist.get_rank(process_group) if is_distributed else 0
+        self.num_samples = num_samples
+        self.defaults = dict(defaults)
+        slots = 0 if num_samples is None else self._slots_for(num_samples)
+        self.columns = {
+            name: torch.full((slots,), value, dtype=dtype, device=device)
+            for name, value in defaults.items()
+        }
+        self.visits = torch.zeros(slots, dtype=torch.int32, device=device)
+
+    def _slots_for(self, num_samples: int) -> int:
+        return max(0, -(-(num_samples - self.rank) // self.world_size))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tables on this rank."""
+        tables = (*self.columns.values(), self.visits)
+        return sum(table.numel() * table.element_size() for table in tables)
+
+    def describe(self) -> str:
+        """Size of the tables in one line."""
+        samples = "growing" if self.num_samples is None else f"{self.num_samples:,} samples"
+        return (
+            f"{samples}, {len(self.columns)} columns, {self.num_bytes / 2**20:.1f} MiB on each of "
+            f"{self.world_size} rank(s)"
+        )
+
+    def read(self, index: Tensor) -> dict[str, Tensor]:
+        """Values of the samples ``index`` (int64 ``[B]``, the same on all ranks), on all ranks.
+
+        ``visits`` is among them. One all-reduce of ``itemsize * (columns + 1) * B`` bytes.
+
+        Raises:
+            ValueError: on all ranks: an id is negative or beyond ``num_samples``.
+        """
+        self._check(index)
+        names = [*self.columns, VISITS]
+        dtype = next(iter(self.columns.values())).dtype
+        values = torch.zeros(len(names), len(index), dtype=dtype, device=index.device)
+        mine, slots = self._owned(index)
+        for row, name in enumerate(names):
+            table = self.visits if name == VISITS else self.columns[name]
+            values[row, mine] = table[slots].to(values)
+        if self.world_size > 1:
+            # Owners send their value, everybody else 0: the sum is the value to the last bit,
+            # provided it is finite; a NaN or an infinity of an owner arrives as NaN or infinity.
+            dist.all_reduce(values, group=self._group)
+        return dict(zip(names, values, strict=True))
+
+    def write(self, index: Tensor, values: Mapping[str, Tensor]) -> None:
+        """Store values of the global batch; each rank keeps those of its own samples.
+
+        ``index`` int64 ``[B]`` and every value ``[B]`` are the same on all ranks; equal ids must
+        have equal values. No communication.
+        """
+        mine, slots = self._owned(index)
+        for name, value in values.items():
+            table = self.visits if name == VISITS else self.columns[name]
+            table[slots] = value[mine].to(table)
+
+    def _check(self, index: Tensor) -> None:
+        if not len(index):
+            return
+        lowest, highest = int(index.min()), int(index.max())
+        if lowest < 0:
+            raise ValueError(f"sample id {lowest} is negative: ids are 0, 1, 2, ...")
+        if self.num_samples is not None and highest >= self.num_samples:
+            raise ValueError(
+                f"sample id {highest} does not fit a table of {self.num_samples} samples: "
+                "num_samples must be the size of the data set"
+            )
+
+    def _owned(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Mask of this rank's samples in ``index``, and their slots (on the tables' device)."""
+        mine = index % self.world_size == self.rank
+        slots = (index[mine] // self.world_size).to(self.visits.device)
+        if len(slots) and int(slots.max()) >= len(self.visits):
+            self._grow(int(slots.max()) + 1)
+        return mine, slots
+
+    def _grow(self, slots: int) -> None:
+        slots = max(-(-slots // GROWTH) * GROWTH, len(self.visits) * 5 // 4)
+        extra = slots - len(self.visits)
+        for name, table in self.columns.items():
+            self.columns[name] = torch.cat([table, table.new_full((extra,), self.defaults[name])])
+        self.visits = torch.cat([self.visits, self.visits.new_zeros(extra)])
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """This rank's part of the tables."""
+        return {**self.columns, VISITS: self.visits}
+
+    def load_parts(self, parts: Sequence[Mapping[str, Tensor]]) -> None:
+        """Take over tables saved by any number of ranks: ``parts[r]`` is rank r's ``state_dict``.
+
+        Raises:
+            ValueError: other columns, or another number of samples than this table's.
+        """
+        for part in parts:
+            if part.keys() != self.state_dict().keys():
+                raise ValueError(
+                    f"saved tables have columns {sorted(part)}, this run's {sorted(self.columns)}"
+                )
+        total = sum(len(part[VISITS]) for part in parts)
+        if self.num_samples is not None and total != self.num_samples:
+            raise ValueError(
+                f"the saved tables hold {total} samples, this data set has {self.num_samples}"
+            )
+        for rank, part in enumerate(parts):
+            ids = torch.arange(len(part[VISITS])) * len(parts) + rank
+            mine, slots = self._owned(ids)
+            for name, value in part.items():
+                table = self.visits if name == VISITS else self.columns[name]
+                table[slots] = value[mine.to(value.device)].to(table)
