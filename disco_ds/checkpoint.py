@@ -24,9 +24,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import tyro
 from torch import Tensor
 
 from disco_ds.distributed import World, agreed, gather_objects
@@ -186,8 +187,8 @@ def find_checkpoint(run_dir: Path, resume: str) -> Path | None:
     found = path if (path / MANIFEST_FILE).is_file() else _latest(path / "checkpoints")
     if found is None:
         raise ValueError(
-            f"--resume {resume}: no complete checkpoint there. Give a run folder, a folder "
-            "step_XXXXXXXX with a manifest.json, or latest"
+            f"{resume}: no complete checkpoint there. Give a run folder or one of its "
+            "checkpoints/step_XXXXXXXX"
         )
     return found
 
@@ -265,15 +266,15 @@ class ExportCommand:
     The model's configuration is written beside it, so that open_clip can build the model.
     """
 
-    source: str
+    source: tyro.conf.Positional[Path]
     """A run folder or a checkpoint folder."""
 
-    output: str
+    output: Annotated[Path, tyro.conf.arg(aliases=["-o"])]
     """File to write: .pt or .safetensors."""
 
     def run(self) -> int:
         """Export; returns the exit status."""
-        path = export(Path(self.source), Path(self.output))
+        path = export(self.source, self.output)
         print(path)  # noqa: T201
         return 0
 

@@ -17,6 +17,8 @@ import tyro
 from disco_ds.checkpoint import ExportCommand
 from disco_ds.config import TrainConfig, parse_command_line
 from disco_ds.data.demo import ensure_demo
+from disco_ds.data.index import IndexCommand
+from disco_ds.data.validate import ValidateCommand
 from disco_ds.distributed import (
     AgreedError,
     World,
@@ -114,17 +116,19 @@ def _fail(reason: str, status: int, *, speaks: bool) -> int:
 class DemoDataCommand:
     """Write the demo data: OpenMoji pictures and names as webdataset shards."""
 
-    output: str = str(DEMO_DATA)
+    output: Annotated[Path, tyro.conf.arg(aliases=["-o"])] = DEMO_DATA
     """Folder to write."""
 
     def run(self) -> int:
         """Write it; returns the exit status."""
-        print(ensure_demo(Path(self.output)))
+        print(ensure_demo(self.output))
         return DONE
 
 
 Command = (
     Annotated[DemoDataCommand, tyro.conf.subcommand("demo-data")]
+    | Annotated[IndexCommand, tyro.conf.subcommand("index")]
+    | Annotated[ValidateCommand, tyro.conf.subcommand("validate")]
     | Annotated[ExportCommand, tyro.conf.subcommand("export")]
 )
 

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
+OptimizerName = Literal["adamw", "lamb", "lion", "sgdm"]
+
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """AdamW with open_clip's groups and a warm-up."""
+    """The optimizer, its groups (open_clip's) and the learning rate."""
 
-    name: Literal["adamw"] = "adamw"
-    """Optimizer (torch's; nothing is compiled)."""
+    name: OptimizerName = "adamw"
+    """Optimizer: adamw and sgdm are torch's, lamb and lion timm's; nothing is compiled."""
 
     lr: float = 5e-4
     """Peak learning rate."""
@@ -27,20 +29,21 @@ class OptimConfig:
     warmup_steps: int = 2000
     """Optimizer steps of linear warm-up."""
 
-    schedule: Literal["cosine", "constant"] = "cosine"
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """Shape after the warm-up."""
 
     beta1: float = 0.9
-    """AdamW's first-moment decay."""
+    """Decay of the first moment; sgdm's momentum."""
 
     beta2: float = 0.98
-    """AdamW's second-moment decay."""
+    """Decay of the second moment (lion: of its momentum)."""
 
     eps: float = 1e-6
-    """AdamW's epsilon."""
+    """Epsilon of adamw and lamb."""
 
     weight_decay: float = 0.2
-    """Decoupled weight decay of matrices; gains, biases and temperature have none."""
+    """Weight decay of matrices (coupled for sgdm, decoupled for the others); gains, biases and
+    temperature have none."""
 
     max_grad_norm: float | None = None
     """Clip the global gradient norm of the encoders to this; no clipping when not given. The
@@ -73,6 +76,8 @@ def learning_rate(config: OptimConfig, step: int, total_steps: int, *, peak: flo
     lowest = config.min_lr * peak / config.lr
     span = max(1, total_steps - config.warmup_steps)
     progress = min(1.0, (step - config.warmup_steps) / span)
+    if config.schedule == "linear":
+        return peak + (lowest - peak) * progress
     return lowest + (peak - lowest) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
@@ -90,14 +95,52 @@ def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, An
 
 
 def build_optimizer(config: OptimConfig, groups: Iterable[Any]) -> torch.optim.Optimizer:
-    """AdamW over ``groups`` (parameters or group dictionaries)."""
-    return torch.optim.AdamW(
+    """The optimizer over ``groups`` (parameters or group dictionaries); no decay of its own.
+
+    LAMB scales each tensor's step by its trust ratio (1 where there is no decay); it needs whole
+    tensors, so ZeRO stages 1 to 3, which hand out flat slices, refuse it.
+    """
+    betas = (config.beta1, config.beta2)
+    if config.name == "adamw":
+        return torch.optim.AdamW(
+            groups, lr=config.lr, betas=betas, eps=config.eps, weight_decay=0.0
+        )
+    if config.name == "sgdm":
+        return torch.optim.SGD(groups, lr=config.lr, momentum=config.beta1, weight_decay=0.0)
+    from timm.optim import Lamb, Lion
+
+    if config.name == "lion":
+        lion: torch.optim.Optimizer = Lion(groups, lr=config.lr, betas=betas, weight_decay=0.0)
+        return lion
+    lamb: torch.optim.Optimizer = Lamb(
         groups,
         lr=config.lr,
-        betas=(config.beta1, config.beta2),
+        betas=betas,
         eps=config.eps,
         weight_decay=0.0,
+        max_grad_norm=None,  # timm's default clips; clipping is ours
     )
+    return lamb
+
+
+def build_temperature_optimizer(
+    config: OptimConfig, parameters: Iterable[nn.Parameter]
+) -> torch.optim.Optimizer:
+    """The same kind for the temperature; without momentum for sgdm and as AdamW for LAMB.
+
+    A trust ratio is meant for matrices, and momentum on one scalar overshoots its bounds.
+    """
+    if config.name == "sgdm":
+        return torch.optim.SGD(parameters, lr=config.lr)
+    name: OptimizerName = "adamw" if config.name == "lamb" else config.name
+    return build_optimizer(replace(config, name=name), parameters)
+
+
+def set_step_count(optimizer: torch.optim.Optimizer, steps: int) -> None:
+    """Set the count of steps where an optimizer keeps it in its groups, as timm's LAMB does."""
+    if type(optimizer).__name__ == "Lamb":
+        for group in optimizer.param_groups:
+            group["step"] = torch.tensor(float(steps))
 
 
 def set_learning_rate(optimizer: Any, lr: float) -> None:

@@ -52,7 +52,7 @@ from disco_ds.models import (
     model_config_json,
     split_state_dict,
 )
-from disco_ds.optim import build_optimizer, learning_rate, set_learning_rate
+from disco_ds.optim import build_temperature_optimizer, learning_rate, set_learning_rate
 from disco_ds.strategies.base import EngineState, Strategy
 from disco_ds.strategies.build import build_strategy, choose_comm_hook
 from disco_ds.strategies.ds_config import RunNumbers
@@ -112,6 +112,7 @@ def plan_run(config: TrainConfig, world: World, *, run_name: str) -> RunPlan:
         strategy = build_strategy(
             config.strategy, config.deepspeed_config, numbers, world, engine=config.engine
         )
+        strategy.check_optimizer(config.optim)
         comm_hook = choose_comm_hook(config.deepspeed_config, config.comm_hook).build()
         check_model_name(config.model.name)
         tasks = check_evaluation(config.evaluation)
@@ -147,7 +148,10 @@ def _run_dir(config: TrainConfig, run_name: str) -> str:
 def _resume_point(config: TrainConfig, run_dir: Path) -> Path | None:
     if config.resume is None:
         return None
-    return find_checkpoint(run_dir, config.resume)
+    try:
+        return find_checkpoint(run_dir, config.resume)
+    except ValueError as error:
+        raise ValueError(f"--resume {error}") from error
 
 
 def _create_run_dir(run_dir: Path, *, resuming: bool) -> None:
@@ -203,7 +207,9 @@ class Trainer:
             bias=initial_logit_bias(config.loss.name, config.global_batch_size),
         ).to(world.device)
         self.temperature.load_scalars_(self.clip.scalars)
-        self.temperature_optimizer = build_optimizer(config.optim, self.temperature.parameters())
+        self.temperature_optimizer = build_temperature_optimizer(
+            config.optim, self.temperature.parameters()
+        )
         self.evaluator = Evaluator(
             config.evaluation,
             plan.evaluator_tasks,

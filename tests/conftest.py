@@ -8,7 +8,7 @@ import pytest
 for folder in (".", "distributed"):
     sys.path.insert(0, str(Path(__file__).parent / folder))
 
-from harness import start_forkserver
+from harness import start_forkserver  # noqa: E402
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,4 +1,4 @@
-"""Small real shards for tests: coloured squares with exact captions, as img2dataset lays them out."""
+"""Small real shards for tests: coloured squares with exact captions, as img2dataset has them."""
 
 from __future__ import annotations
 

@@ -230,9 +230,9 @@ class HookedEngine:
             raise ValueError("one backward pass through two hooked engines is not supported")
         self._forget_failed_passes()
         self.backend.tasks[task] = self
-        # After DeepSpeed's own callback, which reduces what is left.
+        # After DeepSpeed's own callback, which may reduce what is left.
         engine: Any = torch.autograd.Variable._execution_engine
-        engine.queue_callback(lambda: self._backward_done(task))
+        engine.queue_callback(lambda: self.backend.tasks.pop(task, None))
 
     def _forget_failed_passes(self) -> None:
         """Passes that raised never reached their callback; numbers of passes are unique."""
@@ -241,10 +241,6 @@ class HookedEngine:
             del self.backend.tasks[task]
         if failed:
             self._close_account()
-
-    def _backward_done(self, task: int) -> None:
-        self.backend.tasks.pop(task, None)
-        self._account()
 
     @contextlib.contextmanager
     def _window(self) -> Iterator[None]:
@@ -255,11 +251,10 @@ class HookedEngine:
             self.backend.windows.remove(self)
 
     def _allreduce_gradients(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """DeepSpeed's last word on a backward pass: reduces what is left, or at stage 0/1 all."""
         with self._window():
             result = original(*args, **kwargs)
-        # Inside a backward pass more may follow; that pass settles the account.
-        if self.backend.tasks.get(torch._C._current_graph_task_id()) is not self:
-            self._account()
+        self._account()
         return result
 
     @contextlib.contextmanager

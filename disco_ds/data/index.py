@@ -20,8 +20,9 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import IO, Any, Literal, cast
+from typing import IO, Annotated, Any, Literal, cast
 
+import tyro
 from tqdm import tqdm
 
 from disco_ds.data.config import DataConfig
@@ -338,9 +339,9 @@ def _check_damage(shards: list[Shard], max_bad_shards: float) -> None:
 class IndexCommand:
     """Count the samples of shards and write the index that training starts from."""
 
-    shards: tuple[str, ...]
+    shards: tyro.conf.Positional[tuple[str, ...]]
     """Shards: files, folders, brace ranges, globs, .txt lists, pipe: commands, s3:// or https://."""
-    output: Path = Path("index.json")
+    output: Annotated[Path, tyro.conf.arg(aliases=["-o"])] = Path("index.json")
     """File to write; if it exists, only new or changed shards are read."""
     num_workers: int = min(8, os.cpu_count() or 1)
     """Processes that read shards."""

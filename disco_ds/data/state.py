@@ -105,7 +105,8 @@ class LoaderState:
         for name, (then, now) in pairs.items():
             if then != now:
                 raise ValueError(
-                    f"cannot resume inside the epoch: {name} of the data was {then}, now it is {now}"
+                    f"cannot resume inside the epoch: {name} of the data was {then}, "
+                    f"now it is {now}"
                 )
 
 

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import tyro
 import webdataset
 from tqdm import tqdm
 
@@ -248,7 +249,7 @@ def _copy_to(path: Path | None) -> Iterator[Any]:
 class ValidateCommand:
     """Find all problems of shards; exit with 1 if training would skip anything."""
 
-    shards: tuple[str, ...]
+    shards: tyro.conf.Positional[tuple[str, ...]]
     """Shards: files, folders, brace ranges, globs, .txt lists, pipe: commands, s3:// or https://."""
     captions: tuple[str, ...] = ("txt",)
     """Where captions come from, by priority: txt, or json.FIELD."""

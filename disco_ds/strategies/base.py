@@ -65,6 +65,14 @@ class Strategy(ABC):
         self._hook: CommHook | None = None
         self._handle: HookHandle | None = None
 
+    def check_optimizer(self, optim: OptimConfig) -> None:
+        """Refuse an optimizer that this strategy cannot run exactly.
+
+        Raises:
+            ValueError: naming the alternatives.
+        """
+        return
+
     @abstractmethod
     def setup(self, encoders: Encoders, optim: OptimConfig) -> None:
         """Wrap the encoders and make their optimizer. Collective."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from disco_ds.comm_hooks import CommHookConfig
 from disco_ds.distributed import World
+from disco_ds.strategies import hf_accelerate
 from disco_ds.strategies.base import Strategy
 from disco_ds.strategies.config import ONLY_FOR, EngineConfig, StrategyName
 from disco_ds.strategies.ddp import DDPStrategy
@@ -37,17 +40,52 @@ def build_strategy(
     engine = engine or EngineConfig()
     name = _resolve(name, deepspeed_config, world)
     _check_engine(name, engine)
+    if name == "accelerate":
+        return _build_accelerate(deepspeed_config, run, world, engine)
     if name == "zero":
         assert deepspeed_config is not None
-        given = read_ds_config(Path(deepspeed_config))
-        resolved = resolve_ds_config(deepspeed_config, given, run)
-        return ZeroStrategy(world, ds_config=resolved, engine=engine)
+        config = _resolved(deepspeed_config, run, engine)
+        return ZeroStrategy(world, ds_config=config, engine=engine)
     kinds: dict[str, Callable[..., Strategy]] = {
         "ddp": DDPStrategy,
         "fsdp2": FSDP2Strategy,
         "single": SingleStrategy,
     }
     return kinds[name](world, precision=run.precision, engine=engine)
+
+
+def _build_accelerate(
+    deepspeed_config: str | None, run: RunNumbers, world: World, engine: EngineConfig
+) -> Strategy:
+    """accelerate's choice between DDP, FSDP2 and DeepSpeed, as its launcher left it."""
+    hf_accelerate.import_accelerate()
+    hf_accelerate.check_precision(os.environ, run.precision)
+    kind = hf_accelerate.kind_from_environment(os.environ, deepspeed_config)
+    if kind == "zero":
+        source = hf_accelerate.deepspeed_file(os.environ, deepspeed_config)
+        config = _resolved(source, run, engine)
+        return hf_accelerate.AccelerateZeroStrategy(world, ds_config=config, engine=engine)
+    if kind == "ddp":
+        _check_engine("ddp", engine)
+        return hf_accelerate.AccelerateDDPStrategy(world, precision=run.precision, engine=engine)
+    return hf_accelerate.AccelerateFSDP2Strategy(world, precision=run.precision, engine=engine)
+
+
+def _resolved(source: str, run: RunNumbers, engine: EngineConfig) -> dict[str, Any]:
+    """The DeepSpeed configuration, checked against run and options."""
+    config = resolve_ds_config(source, read_ds_config(Path(source)), run)
+    stage = config["zero_optimization"].get("stage", 0)
+    if engine.compile and stage == 3:
+        raise ValueError(
+            f"--engine.compile True with stage 3 ({source}): its parameters come and go inside the "
+            "compiled blocks; use stage 2, or --strategy fsdp2"
+        )
+    if engine.reduce_every_micro_batch and stage < 2:
+        raise ValueError(
+            f"--engine.reduce_every_micro_batch True with stage {stage} ({source}): every rank "
+            "holds whole gradients there; leave it out"
+        )
+    return config
 
 
 def _resolve(name: StrategyName, deepspeed_config: str | None, world: World) -> StrategyName:

@@ -27,12 +27,10 @@ class DDPStrategy(PlainStrategy):
     def _wrap(self, encoders: Encoders) -> nn.Module:
         ensure_process_group(self.world)
         device = self.world.device
-        options: dict[str, Any] = {_sync_buffers_argument(): False}
         return DistributedDataParallel(
             encoders,
             device_ids=[device.index] if device.type == "cuda" else None,
-            gradient_as_bucket_view=True,
-            **options,
+            **_options(),
         )
 
     def micro_batch(self, *, is_last: bool) -> AbstractContextManager[None]:
@@ -40,8 +38,9 @@ class DDPStrategy(PlainStrategy):
         return nullcontext() if is_last else self.model.no_sync()
 
 
-def _sync_buffers_argument() -> str:
-    """What the option is called in this torch."""
+def _options() -> dict[str, Any]:
+    """Our arguments; the one about buffers changed its name."""
     known = inspect.signature(DistributedDataParallel).parameters
     newer = "forward_sync_buffers"
-    return newer if newer in known else "broadcast_buffers"
+    buffers = newer if newer in known else "broadcast_buffers"
+    return {"gradient_as_bucket_view": True, buffers: False}

@@ -15,7 +15,13 @@ from disco_ds.blocks import compile_blocks_, transformer_blocks
 from disco_ds.comm_hooks import CommHook
 from disco_ds.distributed import World
 from disco_ds.models import Encoders
-from disco_ds.optim import OptimConfig, build_optimizer, parameter_groups, set_learning_rate
+from disco_ds.optim import (
+    OptimConfig,
+    build_optimizer,
+    parameter_groups,
+    set_learning_rate,
+    set_step_count,
+)
 from disco_ds.strategies.base import (
     EngineState,
     StepResult,
@@ -155,4 +161,5 @@ class PlainStrategy(Strategy):
             if keys:
                 step = torch.tensor(float(state.optimizer_steps))
                 self.optimizer.state[parameter] = {"step": step, **own}
+        set_step_count(self.optimizer, state.optimizer_steps)
         self.optimizer_steps = state.optimizer_steps

@@ -13,12 +13,19 @@ from torch import Tensor, nn
 from disco_ds.blocks import compile_blocks_, transformer_blocks
 from disco_ds.distributed import World
 from disco_ds.models import Encoders
-from disco_ds.optim import OptimConfig, build_optimizer, parameter_groups, set_learning_rate
+from disco_ds.optim import (
+    OptimConfig,
+    build_optimizer,
+    parameter_groups,
+    set_learning_rate,
+    set_step_count,
+)
 from disco_ds.strategies.base import (
     EngineState,
     StepResult,
     Strategy,
     copy_into,
+    ensure_process_group,
     persistent_buffers,
 )
 from disco_ds.strategies.config import EngineConfig
@@ -41,9 +48,18 @@ class ZeroStrategy(Strategy):
         self.ds_config = dict(ds_config)
         self.stage: int = self.ds_config["zero_optimization"].get("stage", 0)
 
+    def check_optimizer(self, optim: OptimConfig) -> None:
+        """LAMB needs whole tensors; stages 1 to 3 hand the optimizer flat slices."""
+        if optim.name == "lamb" and self.stage > 0:
+            raise ValueError(
+                f"--optim.name lamb: ZeRO stage {self.stage} splits tensors, so the trust ratios "
+                "would be wrong; use ds_configs/zero0.json, --strategy fsdp2 or ddp, or adamw"
+            )
+
     def setup(self, encoders: Encoders, optim: OptimConfig) -> None:
         """``deepspeed.initialize``: broadcasts the weights of rank 0, shards as the stage says."""
-        deepspeed = import_deepspeed(self.world)
+        import_deepspeed(self.world)
+        ensure_process_group(self.world)
         if any(hasattr(parameter, "ds_id") for parameter in encoders.parameters()):
             raise ValueError(
                 "the model was made under zero.Init, which discards its initialisation"
@@ -53,10 +69,16 @@ class ZeroStrategy(Strategy):
             compile_blocks_(transformer_blocks(encoders))
         optimizer = build_optimizer(optim, parameter_groups(encoders, optim))
         self.module = encoders
-        self.engine, *_ = deepspeed.initialize(
+        self.engine = self._initialize(encoders, optimizer)
+        self.optimizer_steps = 0
+
+    def _initialize(self, encoders: Encoders, optimizer: torch.optim.Optimizer) -> Any:
+        import deepspeed
+
+        engine, *_ = deepspeed.initialize(
             model=encoders, optimizer=optimizer, config=self.ds_config, dist_init_required=False
         )
-        self.optimizer_steps = 0
+        return engine
 
     def encode(
         self, image: Tensor | None, text: Tensor | None
@@ -196,6 +218,7 @@ class ZeroStrategy(Strategy):
     def _prepare_moments(self, keys: list[str], steps: int) -> None:
         """Create the optimizer's (lazily made) state, so that it can be written to."""
         optimizer = self._torch_optimizer
+        set_step_count(optimizer, steps)
         for group in optimizer.param_groups:
             for parameter in self._optimizer_parameters(group):
                 optimizer.state[parameter] = (

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import tyro
 from make_shards import Member, flat, make_loader, make_shards, pair, take, write_tar
 
 from disco_ds.data.config import DataConfig
@@ -123,14 +124,14 @@ def test_ten_thousand_shards_are_fine(tmp_path: Path) -> None:
     start = time.perf_counter()
     again = build_index([str(tmp_path / "many")], cache=tmp_path / "index.json")
     ids = take(make_loader([str(tmp_path / "many")], index=again, batch=8), 1)
-    assert time.perf_counter() - start < 5
+    assert time.perf_counter() - start < 10
     assert len(ids[0]) == 8
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shards = make_shards(tmp_path, [3, 5])
-    command = IndexCommand((str(tmp_path),), output=tmp_path / "index.json", num_workers=0)
-    assert command.run() == 0
+    arguments = [str(tmp_path), "-o", str(tmp_path / "index.json"), "--num_workers", "0"]
+    assert tyro.cli(IndexCommand, args=arguments, use_underscores=True).run() == 0
     assert "8 samples in 2 shards" in capsys.readouterr().out
     assert ShardIndex.load(tmp_path / "index.json").sizes == build(*shards).sizes == (3, 5)
 

@@ -183,7 +183,7 @@ def test_resume_continues_the_stream(tmp_path: Path, workers: int) -> None:
     shards = [str(tmp_path)]
     options: dict[str, Any] = {"num_workers": workers, "prefetch_batches": 3}
     whole = take(make_loader(shards, **options), 23)
-    for stop in (0, 3, 10, 13) if workers else range(23):
+    for stop in (0, 3, 10, 13) if workers else (0, 1, 9, 10, 11, 19, 20, 22):
         first = make_loader(shards, **options)
         assert take(first, stop) == whole[:stop]
         state = json.loads(json.dumps(first.state_dict()))
@@ -298,7 +298,6 @@ def test_resampled_epochs(tmp_path: Path) -> None:
             world_size=2,
             batch=5,
             seed=seed,
-            num_workers=2,
             mode="resampled",
             weights=(1.0, 3.0),
         )

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import tyro
 from make_shards import (
     Member,
     encode,
@@ -148,7 +149,8 @@ def test_fix_refuses_folders_that_would_be_overwritten(tmp_path: Path) -> None:
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_shards(tmp_path, [2])
-    assert ValidateCommand((str(tmp_path),), num_workers=0).run() == 0
+    arguments = [str(tmp_path), "--num_workers", "0"]
+    assert tyro.cli(ValidateCommand, args=arguments, use_underscores=True).run() == 0
     assert "1 shards, 2 samples, 2 usable, 0 problems" in capsys.readouterr().out
     write_tar(tmp_path / "x.tar", dirty_members())
     command = ValidateCommand(

@@ -112,7 +112,7 @@ def test_wrong_label_names_set_and_row() -> None:
     strategy.setup(tiny_encoders(), OptimConfig())
     rows = samples(World(), 3)
     rows[1] = rows[1]._replace(label=7)
-    with pytest.raises(ValueError, match="zero-shot set toy: row 1 has label 7, .* 7 classes"):
+    with pytest.raises(ValueError, match=r"zero-shot set toy: row 1 has label 7, .* 7 classes"):
         evaluate_zero_shot(strategy, TASK, rows, tokenize=tokenize, image_size=SIZE, batch_size=2)
 
 

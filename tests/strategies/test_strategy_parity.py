@@ -19,7 +19,6 @@ from parity import Case, References, covering, errors_of, full_matrix, reference
 
 from disco_ds.distributed import World
 
-
 _references = functools.cache(references)
 
 

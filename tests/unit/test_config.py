@@ -15,6 +15,7 @@ from disco_ds.config import (
     read_config,
 )
 from disco_ds.data.config import DataConfig
+from disco_ds.losses.fastclip import FastCLIPConfig
 from disco_ds.losses.siglip import SigLIPConfig
 from disco_ds.presets import PRESETS
 
@@ -24,7 +25,7 @@ def parse(*arguments: str) -> TrainConfig:
 
 
 def test_precedence_defaults_preset_flags() -> None:
-    assert parse("--preset", "demo").model.name == "disco-demo-vit"
+    assert parse("--preset", "demo").model.name == "disco-demo-rn"
     config = parse("--preset=demo", "--optim.lr", "0.5", "--global_batch_size", "32")
     assert (config.optim.lr, config.global_batch_size) == (0.5, 32)
     assert config.optim.weight_decay == PRESETS["demo"]().optim.weight_decay
@@ -128,3 +129,31 @@ def test_every_setting_has_help() -> None:
                 after = source.split(f"\n    {name}: ", 1)[1].split("\n    ", 1)[1]
                 assert after.lstrip().startswith(('"""', "#")), f"{cls.__name__}.{name}"
     assert seen < 110
+
+
+def test_fastclip_presets_carry_the_published_numbers() -> None:
+    expected = {
+        "cc3m": ("RN50", 1024, 37, 1e-3, 0.2, 18, 2e-4, 6.5),
+        "cc12m": ("ViT-B-32", 2048, 33, 4e-4, 0.2, 16, 1e-4, 8.5),
+        "laion": ("ViT-B-16", 5120, 30, 2e-4, 0.8, 10, 5e-5, 16.0),
+    }
+    for name, (model, batch, epochs, lr, gamma, decay, tau_lr, rho) in expected.items():
+        config = PRESETS[f"fastclip_{name}"]()
+        loss = config.loss
+        assert isinstance(loss, FastCLIPConfig)
+        assert (config.model.name, config.global_batch_size, config.epochs) == (
+            model,
+            batch,
+            epochs,
+        )
+        assert (config.optim.lr, loss.gamma_min, loss.gamma_decay_epochs) == (lr, gamma, decay)
+        assert (loss.version, loss.mode, loss.tau_lr, loss.rho) == (
+            "v3",
+            "fastclip_compat",
+            tau_lr,
+            rho,
+        )
+        individual = PRESETS[f"fastclip_{name}_v2"]().loss
+        assert isinstance(individual, FastCLIPConfig)
+        assert (individual.tau_init, individual.tau_lr, individual.rho) == (0.03, 0.0133, 7.0)
+        assert not PRESETS[f"fastclip_{name}_v1"]().loss.temperature["learnable"]

@@ -6,11 +6,11 @@
 
     pip install --no-deps --target DIR webdataset==0.2.86 pandas python-dateutil pytz tzdata six
 
-Every measurement is a process of its own: same transform, tokenizer and batch size; samples/s after
-two batches of warm-up, and processor time; peak memory is the sum of proportional set sizes of the process and its
-workers. Pictures: crops of the two photographs that scikit-learn ships, enlarged and with sensor
-noise so that the JPEGs (quality 90) have the entropy of photographs. Results go to
-``results/data.json``.
+Every measurement is a process of its own, with the same transform, tokenizer and batch size:
+samples/s and processor time after two batches of warm-up; peak memory is the sum of proportional
+set sizes of the process and its workers. Pictures: crops of the two photographs that scikit-learn
+ships, enlarged and with sensor noise, so that the JPEGs (quality 90) have the entropy of
+photographs. Results go to ``results/data.json``.
 """
 
 from __future__ import annotations
