@@ -16,6 +16,7 @@ import tyro
 
 from disco_ds.checkpoint import ExportCommand
 from disco_ds.config import TrainConfig, parse_command_line
+from disco_ds.data.batch import DataWorkerError
 from disco_ds.data.demo import ensure_demo
 from disco_ds.data.index import IndexCommand
 from disco_ds.data.validate import ValidateCommand
@@ -53,7 +54,7 @@ def train(arguments: Sequence[str]) -> int:
         return _fail(str(error), WRONG_INPUT, speaks=world.is_main)
     except TrainingStopped as error:
         return _fail(str(error), FAILED, speaks=world.is_main)
-    except ValueError as error:
+    except (ValueError, DataWorkerError) as error:
         logger.debug("details", exc_info=True)
         return _fail(f"rank {world.rank}: {error}", FAILED, speaks=True)
     except KeyboardInterrupt:
@@ -63,7 +64,8 @@ def train(arguments: Sequence[str]) -> int:
 
 
 def _run(config: TrainConfig, preset: str | None, world: World) -> int:
-    from disco_ds.trainer import Trainer, plan_run, summarize
+    from disco_ds.run_plan import plan_run
+    from disco_ds.trainer import Trainer, summarize
 
     if preset == "demo":
         with agreed(world):

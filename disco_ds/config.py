@@ -87,6 +87,9 @@ class TrainConfig:
     log_every_steps: int = 10
     """Steps between two lines of metrics.jsonl."""
 
+    max_skipped_steps: int = 100
+    """Stop when more optimizer steps than this are skipped in a row (fp16 overflow)."""
+
     seed: int = 0
     """Seed of initial weights, data order and dropout."""
 

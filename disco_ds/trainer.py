@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -20,24 +19,20 @@ from disco_ds.checkpoint import (
     Snapshot,
     as_plain,
     export,
-    find_checkpoint,
     load_checkpoint,
     save_checkpoint,
 )
-from disco_ds.comm_hooks import CommHook
-from disco_ds.config import TrainConfig, local_batch_size
-from disco_ds.data.index import ShardIndex, build_index
-from disco_ds.data.loader import Batch, TrainLoader, check_feed
+from disco_ds.config import TrainConfig
+from disco_ds.data.loader import Batch, TrainLoader
 from disco_ds.distributed import (
     World,
     agreed,
-    broadcast_object,
     gather_objects,
     mean_over_ranks_,
     seed_everything,
     sum_over_ranks,
 )
-from disco_ds.evaluation.run import Evaluator, check_evaluation
+from disco_ds.evaluation.run import Evaluator
 from disco_ds.grad_cache import Pairs, RandomState, contrastive_backward
 from disco_ds.losses.base import ContrastiveLoss
 from disco_ds.metrics import MetricsLog, Progress
@@ -45,7 +40,6 @@ from disco_ds.models import (
     ClipParts,
     Temperature,
     TemperatureConfig,
-    check_model_name,
     create_clip,
     full_state_dict,
     initial_logit_bias,
@@ -53,9 +47,8 @@ from disco_ds.models import (
     split_state_dict,
 )
 from disco_ds.optim import build_temperature_optimizer, learning_rate, set_learning_rate
-from disco_ds.strategies.base import EngineState, Strategy
-from disco_ds.strategies.build import build_strategy, choose_comm_hook
-from disco_ds.strategies.ds_config import RunNumbers
+from disco_ds.run_plan import RunPlan
+from disco_ds.strategies.base import EngineState
 
 logger = logging.getLogger(__name__)
 
@@ -73,99 +66,12 @@ class Counters:
     skipped_steps: int = 0
     """Steps that the engine refused."""
 
+    skipped_in_a_row: int = 0
+    """Refused since the last step taken."""
+
 
 class TrainingStopped(RuntimeError):
     """Training cannot go on; the same decision on every rank."""
-
-
-@dataclass(frozen=True)
-class RunPlan:
-    """A run after all checks, before anything is allocated. The same on every rank."""
-
-    config: TrainConfig
-    run_dir: Path
-    local_batch_size: int
-    strategy: Strategy
-    comm_hook: CommHook | None
-    index: ShardIndex
-    evaluator_tasks: Any
-    checkpoint: Path | None
-
-
-def plan_run(config: TrainConfig, world: World, *, run_name: str) -> RunPlan:
-    """Check everything that can be checked before work starts, and agree on the run folder.
-
-    Collective. Reads shard indices on the main rank.
-
-    Raises:
-        AgreedError: on all ranks, one line naming the flag, key or file and the remedy.
-    """
-    with agreed(world):
-        local = local_batch_size(config, world.world_size)
-        numbers = RunNumbers(
-            global_batch_size=config.global_batch_size,
-            world_size=world.world_size,
-            micro_batch_size=min(local, config.micro_batch_size or local),
-            precision=config.precision,
-            max_grad_norm=config.optim.max_grad_norm,
-        )
-        strategy = build_strategy(
-            config.strategy, config.deepspeed_config, numbers, world, engine=config.engine
-        )
-        strategy.check_optimizer(config.optim)
-        comm_hook = choose_comm_hook(config.deepspeed_config, config.comm_hook).build()
-        check_model_name(config.model.name)
-        tasks = check_evaluation(config.evaluation)
-        index = _read_index(config) if world.is_main else None
-        if index is not None:
-            check_feed(config.data, index, world=world, local_batch_size=local)
-    run_dir = Path(broadcast_object(_run_dir(config, run_name), world))
-    with agreed(world):
-        checkpoint = _resume_point(config, run_dir)
-        if world.is_main:
-            _create_run_dir(run_dir, resuming=config.resume is not None)
-    shared_index = broadcast_object(index, world)
-    return RunPlan(config, run_dir, local, strategy, comm_hook, shared_index, tasks, checkpoint)
-
-
-def _read_index(config: TrainConfig) -> ShardIndex:
-    if not config.data.shards:
-        raise ValueError("--data.shards: no training data given")
-    return build_index(
-        config.data.shards,
-        cache=config.data.index,
-        missing=config.data.missing_shards,
-        timeout=config.data.read_timeout,
-    )
-
-
-def _run_dir(config: TrainConfig, run_name: str) -> str:
-    if config.run_dir is not None:
-        return config.run_dir
-    return str(Path("runs") / f"{run_name}-{datetime.now():%Y%m%d-%H%M%S}")
-
-
-def _resume_point(config: TrainConfig, run_dir: Path) -> Path | None:
-    if config.resume is None:
-        return None
-    try:
-        return find_checkpoint(run_dir, config.resume)
-    except ValueError as error:
-        raise ValueError(f"--resume {error}") from error
-
-
-def _create_run_dir(run_dir: Path, *, resuming: bool) -> None:
-    if run_dir.exists() and not resuming and any(run_dir.iterdir()):
-        raise ValueError(
-            f"--run_dir {run_dir} exists: add --resume latest to continue it, or choose another"
-        )
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        probe = run_dir / ".writable"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise ValueError(f"--run_dir {run_dir}: cannot write there ({error.strerror})") from error
 
 
 class Trainer:
@@ -212,7 +118,7 @@ class Trainer:
         )
         self.evaluator = Evaluator(
             config.evaluation,
-            plan.evaluator_tasks,
+            plan.tasks,
             self.clip.eval_transform,
             self.clip.tokenize,
             self.clip.image_size,
@@ -254,6 +160,8 @@ class Trainer:
         while self.counters.step < self.total_steps:
             values = self._train_step(next(batches))
             clock.pairs += config.global_batch_size
+            if values is None:
+                continue
             step = self.counters.step
             is_last = step == self.total_steps
             if step % config.log_every_steps == 0 or is_last:
@@ -269,8 +177,8 @@ class Trainer:
             results = self._evaluate(log)
         return results
 
-    def _train_step(self, batch: Batch) -> dict[str, float]:
-        """Forward, backward and update; returns values to log."""
+    def _train_step(self, batch: Batch) -> dict[str, float] | None:
+        """Forward, backward and update; returns values to log, None when the step was skipped."""
         config, counters = self.config, self.counters
         pairs = _on_device(batch, self.world.device)
         self.loss.set_progress(self.loader.epoch)
@@ -286,16 +194,28 @@ class Trainer:
         self._check_finite("loss", loss)
         lr = self._learning_rate(config.optim.lr)
         result = self.strategy.step(lr)
-        if not result.skipped:
-            self._check_finite("gradient norm", result.grad_norm)
-            self._step_temperature()
         self.loss.after_step(result.skipped)
-        counters.step += not result.skipped
-        counters.skipped_steps += result.skipped
         counters.samples_seen += config.global_batch_size
+        if result.skipped:
+            self._count_skipped()
+            return None
+        self._check_finite("gradient norm", result.grad_norm)
+        self._step_temperature()
+        counters.step += 1
+        counters.skipped_in_a_row = 0
         # A loss over the whole data set reports the plain one of the batch among its metrics.
         own = {key: float(metric) for key, metric in self.loss.metrics().items()}
         return {"loss": loss, "lr": lr, "grad_norm": result.grad_norm, **own}
+
+    def _count_skipped(self) -> None:
+        self.counters.skipped_steps += 1
+        self.counters.skipped_in_a_row += 1
+        if self.counters.skipped_in_a_row > self.config.max_skipped_steps:
+            raise TrainingStopped(
+                f"step {self.counters.step + 1}: {self.counters.skipped_in_a_row} optimizer steps "
+                "in a row were skipped because gradients overflowed; use --precision bf16, or a "
+                "lower --optim.lr"
+            )
 
     def _check_finite(self, what: str, value: float) -> None:
         """Stop before anything is saved; the value is global, so all ranks stop together."""

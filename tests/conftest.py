@@ -16,11 +16,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Slow tests run when asked for by mark, GPU tests where there is a GPU."""
+    """Slow tests and the matrix run when asked for by mark, GPU tests where there is a GPU."""
     import torch
 
     wanted = config.option.markexpr
-    deselected = [item for item in items if "slow" in item.keywords and "slow" not in wanted]
+    deselected = [
+        item
+        for item in items
+        if (marks := {"slow", "matrix"} & set(item.keywords))
+        and not any(mark in wanted for mark in marks)
+    ]
     deselected += [
         item for item in items if "gpu" in item.keywords and not torch.cuda.is_available()
     ]

@@ -47,6 +47,10 @@ class Delivery:
         return Delivery(self.batch.pin_memory(), self.epoch, self.step, self.position, self.counts)
 
 
+class DataWorkerError(RuntimeError):
+    """A worker was killed, or a transform or the tokenizer failed; one line."""
+
+
 @dataclass(frozen=True)
 class Failure:
     """An error on its way from a worker: one line and its story."""

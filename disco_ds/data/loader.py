@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from disco_ds.data.batch import Batch, Delivery, Failure
+from disco_ds.data.batch import Batch, DataWorkerError, Delivery, Failure
 from disco_ds.data.config import DataConfig
 from disco_ds.data.index import ShardIndex
 from disco_ds.data.judge import check_bad_share
@@ -104,7 +105,7 @@ class TrainLoader:
 
         Raises:
             ValueError: the data is too bad to go on (see ``config.max_bad_share``).
-            RuntimeError: a worker failed or was killed.
+            DataWorkerError: a worker failed or was killed.
         """
         self.close()
         with _quiet_tokenizers():
@@ -229,6 +230,7 @@ class TrainLoader:
             collate_fn=_unchanged,
             prefetch_factor=self._config.prefetch_batches if workers else None,
             multiprocessing_context=self._config.start_method if workers else None,
+            worker_init_fn=_ignore_job_signals,
             pin_memory=self._world.device.type == "cuda",
             # Its own generator: drawing the workers' seeds must not move the training's.
             generator=torch.Generator(),
@@ -240,13 +242,19 @@ def _next(iterator: Iterator[Delivery | Failure]) -> Delivery:
         item = next(iterator)
     except RuntimeError as error:  # the DataLoader's word for a worker that died
         line = str(error).splitlines()[0]
-        raise RuntimeError(f"a data worker died: {line} (out of memory?)") from error
+        raise DataWorkerError(f"a data worker died: {line} (out of memory?)") from error
     if isinstance(item, Delivery):
         return item
     logger.debug("%s", item.details)
     if item.is_data_error:
         raise ValueError(item.message)
-    raise RuntimeError(f"a data worker failed: {item.message}")
+    raise DataWorkerError(f"a data worker failed: {item.message}")
+
+
+def _ignore_job_signals(worker: int) -> None:
+    """Leave Ctrl-C and a scheduler's warnings, which reach all processes, to the trainer."""
+    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _unchanged(item: Any) -> Any:

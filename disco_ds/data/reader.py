@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import IO
 
@@ -136,12 +136,6 @@ class ShardReader:
             url = self._shards[shard].url
             logger.warning("%s: %s: %s; the rest is skipped", url, reason, error)
         self._failed[shard] = position, reason
-
-
-def read_all(shard: Shard, reader: ShardReader) -> Iterator[RawSample]:
-    """All samples of a shard that is the only one of its reader."""
-    with closing(reader):
-        yield from reader.read(Segment(0, 0, shard.num_samples))
 
 
 def _raw(shard: int, group: Group) -> RawSample:

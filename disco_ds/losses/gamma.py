@@ -27,8 +27,8 @@ class Gamma:
     by_epoch: bool
 
     def __post_init__(self) -> None:
-        if not 0 < self.minimum <= 1:
-            raise ValueError(f"gamma_min {self.minimum:g}: must be above 0 and at most 1")
+        if not 0.01 <= self.minimum <= 1:  # weights of negatives reach 1/gamma
+            raise ValueError(f"gamma_min {self.minimum:g}: must be from 0.01 to 1")
         if self.decay_epochs <= 0:
             raise ValueError(f"gamma_decay_epochs {self.decay_epochs:g}: must be positive")
 

@@ -139,6 +139,11 @@ def _resolve_precision(source: str, config: dict[str, Any], precision: Precision
             f'{source}: "torch_autocast": "dtype" is {autocast["dtype"]!r}, but --precision is '
             f'{precision}; say "auto" in the file'
         )
+    if by_autocast and precision == "fp16":
+        raise ValueError(
+            f'{source}: "torch_autocast" with --precision fp16: DeepSpeed does not tell of steps it '
+            'skips there; use "fp16" at stage 1 or higher, or --precision bf16'
+        )
     for key in ("bf16", "fp16"):
         enabled = precision == key and not by_autocast
         _agree(source, key, config.get(key, {}), enabled, precision)

@@ -64,7 +64,6 @@ REFUSED_ZERO = {
     "cpu_offload": 'deprecated by DeepSpeed; use "offload_optimizer": {"device": "cpu"}',
     "cpu_offload_param": 'deprecated by DeepSpeed; use "offload_param": {"device": "cpu"}',
 }
-_HARMLESS: tuple[object, ...] = (None, False, 1, 1.0, "mean", {})
 
 
 def check_keys(source: str, config: Mapping[str, Any]) -> None:
@@ -100,5 +99,7 @@ def _is_harmless(key: str, value: object) -> bool:
     if key == "managed_gradient_accumulation":
         return value is True
     if isinstance(value, dict):
-        return not value.get("deepcompile", True)
-    return value in _HARMLESS
+        return not value or value.get("deepcompile") is False
+    if isinstance(value, bool):
+        return not value
+    return value in (None, 1, "mean")

@@ -487,6 +487,20 @@ def test_a_killed_worker_is_an_error_not_a_hang(tmp_path: Path) -> None:
     assert time.monotonic() - start < 20
 
 
+def test_signals_to_the_whole_job_leave_the_workers_alone(tmp_path: Path) -> None:
+    shards = make_shards(tmp_path, [40])
+    loader = make_loader(shards, num_workers=2)
+    before = set(psutil.Process().children())
+    iterator = iter(loader)
+    ids = [next(iterator).index.tolist() for _ in range(2)]
+    for worker in set(psutil.Process().children()) - before:
+        for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+            worker.send_signal(number)
+    ids += [next(iterator).index.tolist() for _ in range(8)]
+    loader.close()
+    assert ids == take(make_loader(shards, num_workers=2), 10)
+
+
 def test_close_ends_the_workers(tmp_path: Path) -> None:
     loader = make_loader(make_shards(tmp_path, [8]), num_workers=2)
     before = set(psutil.Process().children())

@@ -104,7 +104,7 @@ def cases(folder: Path) -> dict[str, Case]:
 
 
 def _plan_all(rank: int, world_size: int, all_cases: dict[str, Case]) -> None:
-    from disco_ds.trainer import plan_run
+    from disco_ds.run_plan import plan_run
 
     world = World(rank, world_size, rank)
     for name, (config, message) in all_cases.items():
@@ -166,7 +166,8 @@ def test_launchers_report_one_line_and_fail(
 
 def test_training_stops_before_saving_when_the_loss_is_not_finite(tmp_path: Path) -> None:
     """An infinite image makes the loss NaN: status 1, the reason, and nothing saved."""
-    from disco_ds.trainer import Trainer, TrainingStopped, plan_run
+    from disco_ds.run_plan import plan_run
+    from disco_ds.trainer import Trainer, TrainingStopped
 
     config = dataclasses.replace(configuration(tmp_path, zero=False), steps=3)
     world = World()

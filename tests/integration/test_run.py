@@ -46,7 +46,8 @@ def configuration(folder: Path, *, zero: bool = True) -> TrainConfig:
 
 
 def train_to_the_end(rank: int, world_size: int, config: TrainConfig) -> None:
-    from disco_ds.trainer import Trainer, plan_run
+    from disco_ds.run_plan import plan_run
+    from disco_ds.trainer import Trainer
 
     world = World(rank, world_size, rank)
     plan = plan_run(config, world, run_name="test")

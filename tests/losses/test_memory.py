@@ -173,7 +173,7 @@ def test_a_planner_can_trace_a_call_without_memory(options: dict[str, Any]) -> N
     try:
         with FakeTensorMode():
             leaves = [torch.empty(32768, 64, requires_grad=True) for _ in range(2)]
-            loss = DiscoLoss(tile_size=8192, **options)
+            loss = DiscoLoss(tile_size=32768, **options)
             loss(*leaves, torch.ones((), requires_grad=True)).backward()
         assert leaves[1].grad.shape == (32768, 64)
         assert loss.metrics()["chance_level"] == pytest.approx(math.log(8 * 32768))

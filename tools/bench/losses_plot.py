@@ -34,6 +34,7 @@ def main() -> None:
 
 
 def _panel(axis: Any, rows: list[dict[str, str]], column: str, label: str) -> None:
+    axis.set_prop_cycle(color=plt.get_cmap("tab20").colors)
     for provider in dict.fromkeys(row["provider"] for row in rows):
         own = [row for row in rows if row["provider"] == provider]
         batches = [int(row["ranks"]) * int(row["pairs_per_rank"]) for row in own]
