@@ -13,8 +13,9 @@ strategy averages over ranks, so parameter gradients are those of one process wi
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,6 @@ from torch import Tensor, nn
 from disco_ds.distributed import World
 from disco_ds.losses.base import ContrastiveLoss
 from disco_ds.models import Temperature
-from disco_ds.strategies.base import Strategy
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,40 @@ def micro_batch_sizes(num_pairs: int, micro_batch_size: int, world: World) -> li
     return [(num_pairs + part) // count for part in range(count)]
 
 
+class Engine(Protocol):
+    """What the step needs: a strategy, or a model adopted from somebody else's loop."""
+
+    @property
+    def world(self) -> World:
+        """This process."""
+        ...
+
+    @property
+    def module(self) -> nn.Module:
+        """The encoders."""
+        ...
+
+    def encode(
+        self, image: Tensor | None, text: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """See :class:`~disco_ds.strategies.base.Strategy`."""
+        ...
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        """See :class:`~disco_ds.strategies.base.Strategy`."""
+        ...
+
+    def micro_batch(self, *, is_last: bool) -> AbstractContextManager[None]:
+        """See :class:`~disco_ds.strategies.base.Strategy`."""
+        ...
+
+    def backward(self, surrogate: Tensor) -> None:
+        """See :class:`~disco_ds.strategies.base.Strategy`."""
+        ...
+
+
 def contrastive_backward(
-    strategy: Strategy,
+    strategy: Engine,
     loss: ContrastiveLoss,
     temperature: Temperature,
     pairs: Pairs,
@@ -107,14 +139,14 @@ def contrastive_backward(
 Features = tuple[Tensor, Tensor]
 
 
-def _encode(strategy: Strategy, pairs: Pairs) -> Features:
+def _encode(strategy: Engine, pairs: Pairs) -> Features:
     image_features, text_features = strategy.encode(pairs.image, pairs.text)
     assert image_features is not None and text_features is not None
     return image_features, text_features
 
 
 def _encode_without_graph(
-    strategy: Strategy, parts: list[Pairs]
+    strategy: Engine, parts: list[Pairs]
 ) -> tuple[Features, list[RandomState]]:
     """First pass: all features of the local batch, and the random state before each part."""
     states, features = [], []

@@ -166,6 +166,8 @@ class Trainer:
             is_last = step == self.total_steps
             if step % config.log_every_steps == 0 or is_last:
                 self._report(log, progress, values, clock)
+            if is_last or round(self.loader.epoch, 6).is_integer():
+                log.write(step, {"epoch": self.loader.epoch, **self._data_summary()})
             with clock.paused():
                 if _is_due(step, config.evaluation.every_steps) and step != evaluated:
                     results = self._evaluate(log)
@@ -251,7 +253,6 @@ class Trainer:
             "logit_scale": self.temperature.logit_scale.detach().exp().item(),
             "samples_per_second": rate,
             "skipped_steps": counters.skipped_steps,
-            **self._data_summary(),
             **self.strategy.hook_metrics(),
         }
         log.write(counters.step, logged)
@@ -263,7 +264,10 @@ class Trainer:
         progress.update(counters.step, text, seconds_left=left)
 
     def _data_summary(self) -> dict[str, float]:
-        """Samples seen and skipped so far, over all ranks. One small all-reduce."""
+        """Samples of this epoch seen, repeated, unseen and skipped by reason, over all ranks.
+
+        One gather of names and one small all-reduce; the next batch may start new counts.
+        """
         own = self.loader.epoch_summary()
         names = sorted(set().union(*gather_objects(sorted(own), self.world)))
         totals = sum_over_ranks([own.get(name, 0.0) for name in names], self.world)

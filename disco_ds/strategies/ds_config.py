@@ -141,8 +141,8 @@ def _resolve_precision(source: str, config: dict[str, Any], precision: Precision
         )
     if by_autocast and precision == "fp16":
         raise ValueError(
-            f'{source}: "torch_autocast" with --precision fp16: DeepSpeed does not tell of steps it '
-            'skips there; use "fp16" at stage 1 or higher, or --precision bf16'
+            f'{source}: "torch_autocast" with --precision fp16: DeepSpeed does not tell of steps '
+            'it skips there; use "fp16" at stage 1 or higher, or --precision bf16'
         )
     for key in ("bf16", "fp16"):
         enabled = precision == key and not by_autocast

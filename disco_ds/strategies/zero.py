@@ -119,13 +119,24 @@ class ZeroStrategy(Strategy):
         set_learning_rate(self.engine.optimizer, lr)
         # Stage 0 computes no norm unless it clips, and then returns it too late to be trusted.
         norm = _gradient_norm(self.module) if self.stage == 0 else None
-        self.engine.step()
+        self._step_engine()
         if not self.engine.was_step_applied():
             return StepResult(grad_norm=float("inf"), skipped=True)
         self.optimizer_steps += 1
         if norm is None:
             norm = float(self.engine.get_global_grad_norm())
         return StepResult(grad_norm=norm, skipped=False)
+
+    def _step_engine(self) -> None:
+        try:
+            self.engine.step()
+        except Exception as error:  # DeepSpeed raises nothing more specific
+            if "loss scale already at minimum" not in str(error):
+                raise
+            raise ValueError(
+                "--precision fp16: gradients overflow at the smallest loss scale; "
+                "use --precision bf16"
+            ) from error
 
     def state(self) -> EngineState:
         """Gather fp32 masters and moments, one parameter at a time; kept on the main rank.
@@ -277,6 +288,8 @@ def import_deepspeed(world: World) -> Any:
     """
     if world.device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    # Asked for even where no launcher was used.
+    os.environ.setdefault("LOCAL_RANK", str(world.local_rank))
     import deepspeed
     import deepspeed.ops
 

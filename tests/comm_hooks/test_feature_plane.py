@@ -1,4 +1,4 @@
-"""Hooks of the feature plane: same gradients, other bytes, and the bytes are what the losses say."""
+"""Hooks of the feature plane: same gradients, other bytes, and those that the losses state."""
 
 from __future__ import annotations
 

@@ -16,6 +16,20 @@ from disco_ds.comm_hooks.deepspeed import UnhookedGradients
 from disco_ds.distributed import World
 from disco_ds.strategies.base import Strategy
 
+SLOW = pytest.mark.slow
+DEFAULT = [
+    "ddp",
+    "fsdp2",
+    "zero0",
+    "zero1",
+    "zero2",
+    "zero2, each micro-batch",
+    "zero2, reduce to owners",
+    "zero2_offload",
+    "zero3",
+    "zero3, reduce_scatter off",
+]
+
 
 def _passing_and_zeroing(rank: int, world_size: int, names: list[str]) -> None:
     world = World(rank, world_size, rank)
@@ -44,14 +58,20 @@ def _norm(tensors: dict[str, torch.Tensor]) -> float:
     return float(torch.nn.utils.get_total_norm(list(tensors.values())))
 
 
-@pytest.mark.parametrize("part", range(2))
-def test_every_gradient_goes_through_the_hook(part: int) -> None:
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(DEFAULT, id="common"),
+        pytest.param([n for n in CONFIGURATIONS if n not in DEFAULT], marks=SLOW, id="rest"),
+    ],
+)
+def test_every_gradient_goes_through_the_hook(names: list[str]) -> None:
     """Passing on is bitwise nothing, zeroing leaves exactly nothing, rounding stays in bounds."""
-    names = list(CONFIGURATIONS)[part::2]
-    run_distributed(_passing_and_zeroing, names, world_size=2, timeout=280)
+    run_distributed(_passing_and_zeroing, names, world_size=2, timeout=290)
 
 
 def _counts(rank: int, world_size: int) -> None:
+    """Bytes are those of the parameters, to the last one."""
     world = World(rank, world_size, rank)
     sizes = num_parameters()
     total = 4 * sum(sizes)
@@ -80,10 +100,6 @@ def _counts(rank: int, world_size: int) -> None:
         strategy.close()
 
 
-def test_counts_are_exact() -> None:
-    run_distributed(_counts, world_size=2, timeout=200)
-
-
 def _error_feedback(rank: int, world_size: int) -> None:
     """The same gradient again and again, of one rank: on average rounding takes nothing away.
 
@@ -110,6 +126,7 @@ def test_error_feedback_keeps_the_mean() -> None:
 
 
 def _removal(rank: int, world_size: int) -> None:
+    """A removed hook leaves everything as it was and makes room for another."""
     from deepspeed.comm import comm
 
     world = World(rank, world_size, rank)
@@ -134,11 +151,8 @@ def _removal(rank: int, world_size: int) -> None:
         strategy.close()
 
 
-def test_a_hook_can_be_removed_and_replaced() -> None:
-    run_distributed(_removal, world_size=2)
-
-
 def _two_engines(rank: int, world_size: int) -> None:
+    """Engines of one process have their own hooks."""
     world = World(rank, world_size, rank)
     hooks = {"zero2": CountingHook(), "zero3": CountingHook()}
     engines = {name: make(name, world) for name in hooks}
@@ -153,10 +167,6 @@ def _two_engines(rank: int, world_size: int) -> None:
         assert bool(hooks[name].metrics()) == (name == "zero3")
     for engine in engines.values():
         engine.close()
-
-
-def test_two_engines_have_their_own_hooks() -> None:
-    run_distributed(_two_engines, world_size=2)
 
 
 class _Failing(CommHook):
@@ -184,6 +194,7 @@ def _backward_raises(strategy: Strategy) -> None:
 
 
 def _exceptions(rank: int, world_size: int) -> None:
+    """Whatever raises, nothing stays live."""
     world = World(rank, world_size, rank)
     for name in ("zero0", "zero1", "zero2, each micro-batch", "zero3, each micro-batch"):
         strategy = make(name, world)
@@ -204,10 +215,6 @@ def _exceptions(rank: int, world_size: int) -> None:
     _backward_raises(strategy)
     deepspeed.comm.all_reduce(torch.ones(8))
     assert not counting.metrics()
-
-
-def test_exceptions_leave_nothing_live() -> None:
-    run_distributed(_exceptions, world_size=2)
 
 
 def _another_way(rank: int, world_size: int) -> None:
@@ -235,10 +242,6 @@ def _another_way(rank: int, world_size: int) -> None:
         strategy.close()
 
 
-def test_gradients_that_go_another_way_are_noticed() -> None:
-    run_distributed(_another_way, world_size=2)
-
-
 def _demo_like(rank: int, world_size: int) -> None:
     """Compressed with error feedback trains to the same loss."""
     world = World(rank, world_size, rank)
@@ -252,8 +255,14 @@ def _demo_like(rank: int, world_size: int) -> None:
     assert abs(losses[0][-1] - losses[1][-1]) < 0.02 * losses[0][0], losses
 
 
-def test_compressed_training_reaches_the_same_loss() -> None:
-    run_distributed(_demo_like, world_size=2)
+def _behaviour(rank: int, world_size: int) -> None:
+    """One pair of workers for all: importing DeepSpeed takes longer than any of them."""
+    for part in (_counts, _removal, _two_engines, _another_way, _demo_like, _exceptions):
+        part(rank, world_size)
+
+
+def test_counting_removal_several_engines_bypasses_and_exceptions() -> None:
+    run_distributed(_behaviour, world_size=2, timeout=290)
 
 
 def test_what_cannot_be_hooked_says_so() -> None:

@@ -23,10 +23,24 @@ README = (ROOT / "README.md").read_text()
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", "ds_configs/README.md"]
 
 
+def code_blocks(language: str) -> list[str]:
+    """Contents of the fenced blocks of a language ("" for commands)."""
+    blocks, inside, lines = [], None, []
+    for line in README.splitlines():
+        if not line.startswith("```"):
+            lines.append(line)
+        elif inside is None:
+            inside, lines = line[3:], []
+        else:
+            if inside == language:
+                blocks.append("\n".join(lines) + "\n")
+            inside = None
+    return blocks
+
+
 def commands() -> list[str]:
-    """Lines of all indented-free code blocks without a language, comments stripped."""
-    blocks = re.findall(r"^```\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
-    joined = "\n".join(blocks).replace("\\\n", " ")
+    """Command lines, comments stripped."""
+    joined = "".join(code_blocks("")).replace("\\\n", " ")
     return [line.split("  #")[0].strip() for line in joined.splitlines() if line.strip()]
 
 
@@ -65,6 +79,29 @@ def test_files_and_links_exist(document: str) -> None:
     for target in targets:
         if not target.startswith("http"):
             assert ((ROOT / document).parent / target).exists(), target
+
+
+def loops() -> list[str]:
+    return [block for block in code_blocks("python") if "contrastive_backward(" in block]
+
+
+def test_every_kind_of_loop_is_shown() -> None:
+    assert any("fully_shard(" in loop for loop in loops())
+    assert any("Accelerator(" in loop for loop in loops())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loop", loops(), ids=["fsdp2", "accelerate"])
+def test_loops_run_as_written(loop: str, tmp_path: Path) -> None:
+    script = tmp_path / "loop.py"
+    script.write_text(loop)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        [*command, str(script)], env=environment, capture_output=True, text=True, timeout=280
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert len(re.findall(r"^[0-4] [0-9.]+ ", result.stdout, flags=re.MULTILINE)) == 5
 
 
 @pytest.mark.slow

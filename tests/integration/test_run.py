@@ -76,8 +76,16 @@ def test_run_folder_is_complete(run: TrainConfig) -> None:
     assert [line["samples_seen"] for line in lines] == [16 * n for n in range(1, STEPS + 1)]
     keys = {"loss", "chance_level", "logit_scale", "lr", "samples_per_second", "skipped_steps"}
     assert all(keys <= line.keys() for line in lines)
-    evaluations = [line["step"] for line in read_metrics(folder) if "loss" not in line]
+    evaluations = [
+        line["step"] for line in read_metrics(folder) if "eval/retrieval/num_images" in line
+    ]
     assert evaluations == [3, 6]
+    # 64 samples are 4 steps of 16: the first epoch's account, and what the run saw of the second.
+    epochs = [line for line in read_metrics(folder) if "data/seen" in line]
+    assert [(line["step"], line["data/seen"], line["data/unseen"]) for line in epochs] == [
+        (4, 64, 0),
+        (6, 32, 32),
+    ]
 
 
 def test_resumed_run_equals_the_uninterrupted_one(run: TrainConfig, tmp_path: Path) -> None:
