@@ -33,6 +33,8 @@ from disco_ds.presets import DEMO_DATA, PRESETS
 logger = logging.getLogger(__name__)
 
 DONE, FAILED, WRONG_INPUT = 0, 1, 2
+# How long a rank that does not speak waits to be ended by the launcher.
+QUIET_SECONDS = 15
 
 
 def train(arguments: Sequence[str]) -> int:
@@ -110,7 +112,7 @@ def _fail(reason: str, status: int, *, speaks: bool) -> int:
         sys.stderr.flush()
     else:
         # The launcher ends all ranks when the first one exits: let the one that speaks be first.
-        time.sleep(1)
+        time.sleep(QUIET_SECONDS)
     return status
 
 
