@@ -44,11 +44,11 @@ class ZeroShotTask:
         count = _lines(folder / "test" / "nshards.txt")[0]
         if not count.isdigit():
             raise ValueError(f"{folder / 'test' / 'nshards.txt'}: {count!r} is not a number")
+        if without := [t for t in templates if "{c}" not in t]:
+            raise ValueError(f"{folder / TEMPLATE_FILE}: no {{c}} in the template {without[0]!r}")
         shards = tuple(str(folder / "test" / f"{number}.tar") for number in range(int(count)))
         if missing := [shard for shard in shards if not Path(shard).is_file()]:
             raise ValueError(f"zero-shot set: no shard {missing[0]} (nshards.txt says {count})")
-        if without := [t for t in templates if "{c}" not in t]:
-            raise ValueError(f"{folder / TEMPLATE_FILE}: no {{c}} in the template {without[0]!r}")
         return cls(folder.name, classes, templates, shards)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from engines import build
 from harness import run_distributed
 from sklearn.metrics import balanced_accuracy_score, top_k_accuracy_score
 from tiny import CONTEXT, IMAGE_SIZE, VOCABULARY, random_pairs, tiny_encoders
@@ -51,12 +52,10 @@ def results(strategy: Strategy, count: int) -> dict[str, float]:
 
 
 def _compare(rank: int, world_size: int, expected: dict[int, dict[str, float]]) -> None:
-    from test_step import zero_strategy
-
     world = World(rank, world_size, rank)
-    for stage in (2, 3):
+    for name in ("ddp", "fsdp2", "zero2", "zero3"):
         for count, values in expected.items():
-            strategy = zero_strategy(world, stage, max_grad_norm=None)
+            strategy = build(name, world, pairs=world_size)
             assert results(strategy, count) == values
             strategy.close()
 

@@ -5,8 +5,8 @@
 The baseline is the published scheme, written here from its description: every process keeps a
 full copy of the running means of all samples; features, means and int64 ids are gathered; autograd
 differentiates dense ``b x B`` similarities. Ours shards the means and recomputes tiles. Both
-compute the v3 gradient with gamma = 1 on the same features; nothing is timed unless the gradients agree.
-Ranks are gloo processes on this machine; each step is timed in turn, ours and theirs.
+compute the v3 gradient with gamma = 1 on the same features; nothing is timed unless the gradients
+agree. Ranks are gloo processes on this machine; each step is timed in turn, ours and theirs.
 """
 
 from __future__ import annotations
