@@ -30,18 +30,18 @@ def demo() -> TrainConfig:
             num_workers=1,
         ),
         model=ModelConfig(name="disco-demo-rn"),
-        steps=500,
+        steps=360,
         global_batch_size=128,
         optim=OptimConfig(lr=1e-3, warmup_steps=50, weight_decay=0.1),
         evaluation=EvaluationConfig(
-            every_steps=125,
+            every_steps=120,
             retrieval=(str(DEMO_DATA / "heldout" / "00000.tar"),),
             zero_shot=(
                 str(DEMO_DATA / "zero_shot" / "skin_tone"),
                 str(DEMO_DATA / "zero_shot" / "gender"),
             ),
         ),
-        checkpoint=CheckpointConfig(every_steps=125),
+        checkpoint=CheckpointConfig(every_steps=120),
     )
 
 
