@@ -452,6 +452,8 @@ class FastCLIPConfig:
     """exact: the gradient of the objective; fastclip_compat: the released code's rules."""
     duplicates: Duplicates = "mask"
     """mask: equal ids in a batch are not each other's negatives; position: they are."""
+    tables: Literal["cpu", "device"] = "cpu"
+    """Where the per-sample tables lie: host memory, or the GPU (faster, if there is room)."""
     gather: Gather = "all"
     """all: gather the features once and keep them; ring: stream them, memory O(b d)."""
     tile_size: int | None = None
@@ -482,7 +484,7 @@ class FastCLIPConfig:
         settings = {
             name: getattr(self, name)
             for name in self.__dataclass_fields__
-            if name not in ("name", "version", "wire_dtype")
+            if name not in ("name", "version", "wire_dtype", "tables")
         }
         return FastCLIPLoss(
             self.version,
@@ -490,5 +492,6 @@ class FastCLIPConfig:
             process_group=process_group,
             normalize=normalize,
             wire_dtype=None if self.wire_dtype is None else WIRE_DTYPES[self.wire_dtype],
+            table_device="cuda" if self.tables == "device" and torch.cuda.is_available() else "cpu",
             **settings,
         )
