@@ -87,8 +87,14 @@ class TrainConfig:
     log_every_steps: int = 10
     """Steps between two lines of metrics.jsonl."""
 
+    nonfinite: Literal["stop", "skip"] = "stop"
+    """What to do when the loss is NaN or infinite; either way that batch changes nothing."""
+
     max_skipped_steps: int = 100
-    """Stop when more optimizer steps than this are skipped in a row (fp16 overflow)."""
+    """Stop when more optimizer steps than this are skipped in a row."""
+
+    plateau_reports: int = 20
+    """Warn once when the loss stays within 1 % of chance for so many logged steps after warm-up."""
 
     seed: int = 0
     """Seed of initial weights, data order and dropout."""

@@ -12,6 +12,7 @@ strategy averages over ranks, so parameter gradients are those of one process wi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -98,6 +99,17 @@ class Engine(Protocol):
         ...
 
 
+class NonFiniteLoss(ArithmeticError):
+    """The loss of the global batch is not finite; raised on all ranks before any backward.
+
+    ``tensors`` names what is not finite on this rank; the text is the same on all ranks.
+    """
+
+    def __init__(self, value: float, tensors: list[str]) -> None:
+        super().__init__(f"the loss is {value}")
+        self.tensors = tensors
+
+
 def contrastive_backward(
     strategy: Engine,
     loss: ContrastiveLoss,
@@ -114,6 +126,9 @@ def contrastive_backward(
 
     Returns:
         the detached global loss, 0-D fp32, the same number on all ranks.
+
+    Raises:
+        NonFiniteLoss: on all ranks; no gradient has been added anywhere.
     """
     sizes = micro_batch_sizes(len(pairs.index), micro_batch_size, strategy.world)
     if len(sizes) == 1:
@@ -166,9 +181,16 @@ def _loss_gradients(
     scale, bias = temperature()
     with torch.autocast(leaves[0].device.type, enabled=False):
         value = loss(leaves[0], leaves[1], scale, bias, index=index)
+        _check_finite(float(value.detach()), {"image": leaves[0], "text": leaves[1]})
         value.backward()
     assert leaves[0].grad is not None and leaves[1].grad is not None
     return value.detach(), (leaves[0].grad, leaves[1].grad)
+
+
+def _check_finite(value: float, features: dict[str, Tensor]) -> None:
+    if not math.isfinite(value):
+        broken = [f"{name} features" for name, t in features.items() if not t.isfinite().all()]
+        raise NonFiniteLoss(value, broken)
 
 
 def _surrogate(features: Features, gradients: Features) -> Tensor:

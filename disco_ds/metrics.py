@@ -120,6 +120,25 @@ class Progress:
             self._bar.close()
 
 
+class PlateauWatch:
+    """Says once when a loss does not leave chance level: collapsed features, or shuffled pairs."""
+
+    def __init__(self, patience: int) -> None:
+        self.patience = patience
+        self.reports = 0
+
+    def watch(self, loss: float, chance: float) -> None:
+        """Take one logged loss."""
+        self.reports = self.reports + 1 if abs(loss - chance) <= 0.01 * chance else 0
+        if self.reports == self.patience:
+            logger.warning(
+                "the loss has stayed at chance (%.3f) for %d reports: are captions all alike or "
+                "paired with the wrong images, or is the learning rate too high?",
+                chance,
+                self.reports,
+            )
+
+
 def _clock(seconds: float) -> str:
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)

@@ -33,9 +33,9 @@ from disco_ds.distributed import (
     sum_over_ranks,
 )
 from disco_ds.evaluation.run import Evaluator
-from disco_ds.grad_cache import Pairs, RandomState, contrastive_backward
+from disco_ds.grad_cache import NonFiniteLoss, Pairs, RandomState, contrastive_backward
 from disco_ds.losses.base import ContrastiveLoss
-from disco_ds.metrics import MetricsLog, Progress
+from disco_ds.metrics import MetricsLog, PlateauWatch, Progress
 from disco_ds.models import (
     ClipParts,
     Temperature,
@@ -51,6 +51,11 @@ from disco_ds.run_plan import RunPlan
 from disco_ds.strategies.base import EngineState
 
 logger = logging.getLogger(__name__)
+
+KEEP_GOING = (
+    "Nothing was saved from this step; continue from the last checkpoint with --resume latest and "
+    "a lower --optim.lr, a longer --optim.warmup_steps, --optim.max_grad_norm 1"
+)
 
 
 @dataclass
@@ -84,6 +89,7 @@ class Trainer:
         config = plan.config
         self.plan, self.config, self.world = plan, config, world
         self.counters = Counters()
+        self.plateau = PlateauWatch(config.plateau_reports)
         seed_everything(config.seed, world.rank)
         self.clip: ClipParts = create_clip(config.model, seed=config.seed)
         with agreed(world):
@@ -185,21 +191,23 @@ class Trainer:
         pairs = _on_device(batch, self.world.device)
         self.loss.set_progress(self.loader.epoch)
         self.temperature_optimizer.zero_grad(set_to_none=True)
-        value = contrastive_backward(
-            self.strategy,
-            self.loss,
-            self.temperature,
-            pairs,
-            micro_batch_size=config.micro_batch_size or self.plan.local_batch_size,
-        )
-        loss = float(value)
-        self._check_finite("loss", loss)
+        counters.samples_seen += config.global_batch_size
+        try:
+            value = contrastive_backward(
+                self.strategy,
+                self.loss,
+                self.temperature,
+                pairs,
+                micro_batch_size=config.micro_batch_size or self.plan.local_batch_size,
+            )
+        except NonFiniteLoss as error:
+            self._give_up_step(error)
+            return None
         lr = self._learning_rate(config.optim.lr)
         result = self.strategy.step(lr)
         self.loss.after_step(result.skipped)
-        counters.samples_seen += config.global_batch_size
         if result.skipped:
-            self._count_skipped()
+            self._count_skipped("gradients overflowed")
             return None
         self._check_finite("gradient norm", result.grad_norm)
         self._step_temperature()
@@ -207,25 +215,36 @@ class Trainer:
         counters.skipped_in_a_row = 0
         # A loss over the whole data set reports the plain one of the batch among its metrics.
         own = {key: float(metric) for key, metric in self.loss.metrics().items()}
-        return {"loss": loss, "lr": lr, "grad_norm": result.grad_norm, **own}
+        return {"loss": float(value), "lr": lr, "grad_norm": result.grad_norm, **own}
 
-    def _count_skipped(self) -> None:
+    def _give_up_step(self, error: NonFiniteLoss) -> None:
+        """Stop, or leave everything as it was before this batch: all ranks alike."""
+        broken = gather_objects(error.tensors, self.world)
+        where = [f"rank {rank}: {', '.join(found)}" for rank, found in enumerate(broken) if found]
+        reason = f"{error} ({'; '.join(where) or 'all features are finite'})"
+        if self.config.nonfinite == "stop":
+            raise TrainingStopped(
+                f"step {self.counters.step + 1}: {reason}. {KEEP_GOING}, or --nonfinite skip"
+            )
+        self.loss.after_step(True)
+        logger.warning("step %d skipped: %s", self.counters.step + 1, reason)
+        self._count_skipped("the loss was not finite")
+
+    def _count_skipped(self, reason: str) -> None:
         self.counters.skipped_steps += 1
         self.counters.skipped_in_a_row += 1
         if self.counters.skipped_in_a_row > self.config.max_skipped_steps:
             raise TrainingStopped(
                 f"step {self.counters.step + 1}: {self.counters.skipped_in_a_row} optimizer steps "
-                "in a row were skipped because gradients overflowed; use --precision bf16, or a "
-                "lower --optim.lr"
+                f"in a row were skipped because {reason}; use --precision bf16, or a lower "
+                "--optim.lr"
             )
 
     def _check_finite(self, what: str, value: float) -> None:
         """Stop before anything is saved; the value is global, so all ranks stop together."""
         if not math.isfinite(value):
             raise TrainingStopped(
-                f"step {self.counters.step + 1}: the {what} is {value}. Nothing was saved from "
-                "this step; continue from the last checkpoint with --resume latest and a lower "
-                "--optim.lr, a longer --optim.warmup_steps, or --optim.max_grad_norm 1"
+                f"step {self.counters.step + 1}: the {what} is {value}. {KEEP_GOING}"
             )
 
     def _learning_rate(self, peak: float) -> float:
@@ -258,6 +277,8 @@ class Trainer:
         log.write(counters.step, logged)
         left = (self.total_steps - counters.step) * self.config.global_batch_size / rate
         chance = math.log(self.config.global_batch_size)
+        if counters.step > self.config.optim.warmup_steps:
+            self.plateau.watch(values["loss"], chance)
         text = f"loss {values['loss']:.3f} (chance {chance:.3f})  {rate:.0f} samples/s"
         if counters.skipped_steps:
             text += f"  {counters.skipped_steps} skipped"

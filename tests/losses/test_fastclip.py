@@ -155,6 +155,17 @@ def test_skipped_step_changes_nothing() -> None:
             assert torch.equal(column, whole_tables(twice)[name]), f"{version} {name}"
 
 
+@pytest.mark.parametrize("version", ["v0", "v1", "v2", "v3"])
+@pytest.mark.parametrize("broken", [math.inf, math.nan])
+def test_broken_features_show_in_the_value(version: str, broken: float) -> None:
+    loss = make(version, "exact")
+    images, texts, index = batch(0)
+    images[3, 2] = broken
+    assert not torch.isfinite(loss(images.requires_grad_(), texts, 5.0, index=index))
+    loss.after_step(skipped=True)
+    assert not loss.table.visits.any()
+
+
 def test_evaluation_changes_nothing() -> None:
     loss = make("v3", "exact")
     images, texts, index = batch(0)
