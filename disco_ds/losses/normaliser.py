@@ -63,8 +63,8 @@ class MovingAverage:
         broken = ~torch.isfinite(old) & (visits > 0)
         first = (visits == 0) | broken.any(0)
         new = torch.where(first, log_g, log_blend(old, log_g, gamma))
-        # A sample without negatives (log 0) says nothing about its normaliser. NaN stays NaN: broken
-        # features must show in the value.
+        # A sample without negatives (log 0) says nothing about its normaliser. NaN stays NaN:
+        # broken features must show in the value.
         new = torch.where(log_g == -torch.inf, old, new)
         self.metrics = {
             "first_visits": float(first.double().mean()),
