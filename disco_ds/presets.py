@@ -46,9 +46,10 @@ def demo() -> TrainConfig:
 
 
 def vit_b_32() -> TrainConfig:
-    """ViT-B/32 with the hyper-parameters that open_clip published for LAION-400M.
+    """ViT-B/32 at the global batch that open_clip used for LAION-400M, 32,768, in bf16.
 
-    Batch 32,768, 32 epochs, bf16. Give ``--data.shards`` and adapt the batch to your GPUs.
+    Learning rate, warm-up, decay and 32 epochs are customary values, not published ones. Give
+    ``--data.shards``, and adapt the batch to your GPUs.
     """
     return TrainConfig(
         data=DataConfig(shards=(), num_workers=6),
