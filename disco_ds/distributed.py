@@ -96,12 +96,6 @@ def destroy_process_group() -> None:
         dist.destroy_process_group()
 
 
-def barrier(world: World) -> None:
-    """Wait for all ranks. One collective of no payload; nothing on a single process."""
-    if world.world_size > 1:
-        dist.barrier()
-
-
 def mean_over_ranks_(tensors: Sequence[torch.Tensor], world: World) -> None:
     """Replace float tensors by their mean over ranks, in place.
 

@@ -417,10 +417,8 @@ def _is_due(step: int, every: int | None) -> bool:
 
 
 def _on_device(batch: Batch, device: torch.device) -> Pairs:
-    image, text, index = (
-        tensor.to(device, non_blocking=True) for tensor in (batch.image, batch.text, batch.index)
-    )
-    return Pairs(image, text, index)
+    moved = batch.to(device)
+    return Pairs(moved.image, moved.text, moved.index)
 
 
 class _Stopwatch:

@@ -26,6 +26,7 @@ from disco_ds.losses.base import (
     WireDtype,
 )
 from disco_ds.losses.info_nce import InfoNCE
+from disco_ds.losses.inputs import duplicate_rate
 from disco_ds.losses.kernels import Kernel, softmax_passes
 
 GradientReduction = Literal["scalar_gather", "reduce_scatter", "all_reduce"]
@@ -147,10 +148,9 @@ class DiscoLoss(ContrastiveLoss):
         if call.index is None:
             raise ValueError('positives="index" needs index, one int64 id per pair')
         indices = call.exchange.gather_vectors(call.index.long(), call.agreed.sizes)
-        counts = torch.unique(torch.cat(indices), return_counts=True)[1]
-        duplicates = int(counts[counts > 1].sum())
-        self._metrics["duplicate_rate"] = duplicates / call.agreed.global_batch_size
-        return indices if duplicates else None
+        rate = duplicate_rate(torch.cat(indices))
+        self._metrics["duplicate_rate"] = rate
+        return indices if rate else None
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,7 @@ from disco_ds.losses.fastclip_passes import (
 from disco_ds.losses.fastclip_tau import TAU_COLUMNS, TauAdam
 from disco_ds.losses.gamma import Gamma, GammaSchedule
 from disco_ds.losses.info_nce import InfoNCE
+from disco_ds.losses.inputs import duplicate_rate
 from disco_ds.losses.kernels import Kernel, softmax_passes
 from disco_ds.losses.normaliser import LOG_U, MovingAverage, mean_over_equal
 from disco_ds.losses.pairwise import row_dots
@@ -184,6 +185,7 @@ class FastCLIPLoss(ContrastiveLoss):
         logger.info("per-sample tables: %s", self.table.describe())
         self._epoch = 0.0
         self._lr_dropped = False
+        self._lr_drops = False  # what the last call asks for, latched by after_step
 
     # What the trainer calls.
 
@@ -197,6 +199,8 @@ class FastCLIPLoss(ContrastiveLoss):
             self.normaliser.discard()
         else:
             self.normaliser.commit()
+            self._lr_dropped |= self._lr_drops
+        self._lr_drops = False
 
     def temperature_lr(self, scheduled: float) -> float:
         """``tau_lr`` without a schedule (a third of it after the drop); the model's when None."""
@@ -231,11 +235,12 @@ class FastCLIPLoss(ContrastiveLoss):
         indices = call.exchange.gather_vectors(call.index.long(), sizes)
         index = torch.cat(indices)
         counts = _negatives_of(index, self.duplicates)
-        self._metrics["duplicate_rate"] = _duplicate_rate(index)
-        masked = self.duplicates == "mask" and self._metrics["duplicate_rate"] > 0
+        rate = duplicate_rate(index)
+        self._metrics["duplicate_rate"] = rate
+        masked = self.duplicates == "mask" and rate > 0
         old = self.normaliser.read(index)
-        passes = self._passes(call, old, indices if masked else None)
         taus = self._taus(call, old, len(index))
+        passes = self._passes(call, taus, indices if masked else None)
         batch = self._measure(call, passes, index, taus, counts, old)
         coefficients = self._coefficients(taus)
         products = passes.gradients(_anchors(batch, coefficients)) if _wanted(call) else None
@@ -245,7 +250,7 @@ class FastCLIPLoss(ContrastiveLoss):
             return Result(self._value(batch), 1.0, None, None)
         if products.moved is not None:
             self._move_taus(call, batch, old, products.moved)
-        self._lr_dropped |= self.version == "v3" and 1 / call.agreed.scale <= self.tau_lr_drop
+        self._lr_drops = self.version == "v3" and 1 / call.agreed.scale <= self.tau_lr_drop
         half = 0.5 if self.mode == "fastclip_compat" else 1.0
         common = 1.0 if self.version == "v2" else float(coefficients[0, 0])
         return Result(
@@ -257,10 +262,9 @@ class FastCLIPLoss(ContrastiveLoss):
         )
 
     def _passes(
-        self, call: Call, old: Mapping[str, Tensor], indices: list[Tensor] | None
+        self, call: Call, taus: Tensor, indices: list[Tensor] | None
     ) -> GlobalTemperature | IndividualTemperatures:
         if self.version == "v2":
-            taus = torch.stack([old["tau_image"], old["tau_text"]])
             return IndividualTemperatures(call, taus, indices)
         pairs = softmax_passes(self.kernel, call.engine, scale=call.agreed.scale, kept_bytes=0)
         return GlobalTemperature(call, InfoNCE(call, pairs, indices))
@@ -397,11 +401,6 @@ def _negatives_of(index: Tensor, duplicates: Duplicates) -> Tensor:
     _, place, counts = torch.unique(index, return_inverse=True, return_counts=True)
     negatives: Tensor = len(index) - counts[place]
     return negatives
-
-
-def _duplicate_rate(index: Tensor) -> float:
-    counts = torch.unique(index, return_counts=True)[1]
-    return float(counts[counts > 1].sum()) / len(index)
 
 
 def _gather_columns(call: Call, own: Tensor) -> Tensor:

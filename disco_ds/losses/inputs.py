@@ -138,6 +138,12 @@ def agree(headers: Sequence[Header]) -> Agreement:
     )
 
 
+def duplicate_rate(index: Tensor) -> float:
+    """Share of the samples of a global batch ([B] ids) that share their id with another one."""
+    counts = torch.unique(index, return_counts=True)[1]
+    return float(counts[counts > 1].sum()) / len(index)
+
+
 def _describe(features: Tensor) -> tuple[float, float, float, float]:
     dtype = DTYPES.index(features.dtype) if features.dtype in DTYPES else -1
     rows, dim = features.shape if features.ndim == 2 else (-1, -1)
