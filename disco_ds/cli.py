@@ -14,7 +14,7 @@ from typing import Annotated
 import torch
 import tyro
 
-from disco_ds.checkpoint import ExportCommand
+from disco_ds.checkpoint import ExportCommand, SaveFailed
 from disco_ds.config import TrainConfig, parse_command_line
 from disco_ds.data.batch import DataWorkerError
 from disco_ds.data.demo import ensure_demo
@@ -24,11 +24,18 @@ from disco_ds.distributed import (
     AgreedError,
     World,
     agreed,
+    any_rank,
     destroy_process_group,
     init_process_group,
+    is_lost_contact,
     setup_logging,
 )
+from disco_ds.evaluation.command import EvaluateCommand
+from disco_ds.planner.command import PlanCommand
+from disco_ds.preemption import EXIT_PREEMPTED, ignore_stop_signals, listen_for_stop
 from disco_ds.presets import DEMO_DATA, PRESETS
+from disco_ds.report.command import ReportCommand
+from disco_ds.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
@@ -45,29 +52,54 @@ def train(arguments: Sequence[str]) -> int:
         world = World.from_environment(config.device)
     except ValueError as error:
         return _fail(str(error), WRONG_INPUT, speaks=is_main)
+    listen_for_stop()
     setup_logging(world)
     _use_few_threads(world)
-    init_process_group(world, timeout_seconds=config.timeout_seconds)
-    from disco_ds.trainer import TrainingStopped
+    watchdog = Watchdog(world.rank, config.timeout_seconds).start()
+    from disco_ds.trainer import Preempted, TrainingStopped
 
     try:
-        return _run(config, preset, world)
+        init_process_group(world, timeout_seconds=config.timeout_seconds)
+        return _run(config, preset, world, watchdog)
     except AgreedError as error:
         return _fail(str(error), WRONG_INPUT, speaks=world.is_main)
-    except TrainingStopped as error:
+    except Preempted as error:
+        return _leave(str(error), world)
+    except (TrainingStopped, SaveFailed) as error:
         return _fail(str(error), FAILED, speaks=world.is_main)
     except (ValueError, DataWorkerError) as error:
         logger.debug("details", exc_info=True)
         return _fail(f"rank {world.rank}: {error}", FAILED, speaks=True)
+    except RuntimeError as error:
+        if not is_lost_contact(error):
+            raise
+        return _fail(_lost_contact(error, watchdog), FAILED, speaks=True)
     except KeyboardInterrupt:
         return _fail("interrupted", FAILED, speaks=world.is_main)
     finally:
+        watchdog.stop()
         destroy_process_group()
 
 
-def _run(config: TrainConfig, preset: str | None, world: World) -> int:
+def _leave(reason: str, world: World) -> int:
+    """Preempted: every rank leaves at the same time, with the same status."""
+    ignore_stop_signals()
+    logger.info("%s", reason)
+    any_rank([True], world)  # a launcher ends the others when the first one is gone
+    return EXIT_PREEMPTED
+
+
+def _lost_contact(error: RuntimeError, watchdog: Watchdog) -> str:
+    return (
+        f"{watchdog.place}: lost contact with another rank, which died or took longer than "
+        f"--timeout_seconds {watchdog.timeout_seconds:g}: {str(error).splitlines()[0]}"
+    )
+
+
+def _run(config: TrainConfig, preset: str | None, world: World, watchdog: Watchdog) -> int:
+    from disco_ds.report import reported
     from disco_ds.run_plan import plan_run
-    from disco_ds.trainer import Trainer, summarize
+    from disco_ds.trainer import Preempted, Trainer, summarize
 
     if preset == "demo":
         with agreed(world):
@@ -85,17 +117,18 @@ def _run(config: TrainConfig, preset: str | None, world: World) -> int:
         plan.local_batch_size,
         plan.run_dir,
     )
-    trainer = Trainer(plan, world)
-    results = trainer.fit()
-    exported = trainer.export()
-    trainer.close()
-    logger.info(
-        "done: step %d, %s; open_clip weights %s, everything else in %s",
-        trainer.counters.step,
-        summarize(results) or "nothing evaluated",
-        exported,
-        plan.run_dir,
-    )
+    with reported(plan.run_dir, world, stopped=(Preempted, KeyboardInterrupt)):
+        trainer = Trainer(plan, world, watchdog)
+        results = trainer.fit()
+        exported = trainer.export()
+        trainer.close()
+        logger.info(
+            "done: step %d, %s; open_clip weights %s, everything else in %s",
+            trainer.counters.step,
+            summarize(results) or "nothing evaluated",
+            exported,
+            plan.run_dir,
+        )
     return DONE
 
 
@@ -134,6 +167,9 @@ Command = (
     | Annotated[IndexCommand, tyro.conf.subcommand("index")]
     | Annotated[ValidateCommand, tyro.conf.subcommand("validate")]
     | Annotated[ExportCommand, tyro.conf.subcommand("export")]
+    | Annotated[PlanCommand, tyro.conf.subcommand("plan")]
+    | Annotated[EvaluateCommand, tyro.conf.subcommand("evaluate")]
+    | Annotated[ReportCommand, tyro.conf.subcommand("report")]
 )
 
 

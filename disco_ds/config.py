@@ -27,6 +27,7 @@ from disco_ds.evaluation.run import EvaluationConfig
 from disco_ds.losses.disco import DiscoConfig
 from disco_ds.losses.fastclip import FastCLIPConfig
 from disco_ds.losses.siglip import SigLIPConfig
+from disco_ds.metrics import TrackingConfig
 from disco_ds.models import ModelConfig, TemperatureConfig
 from disco_ds.optim import OptimConfig
 from disco_ds.strategies.config import EngineConfig, Precision, StrategyName
@@ -77,6 +78,7 @@ class TrainConfig:
     comm_hook: CommHookConfig = field(default_factory=CommHookConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
     run_dir: str | None = None
     """Folder of this run; runs/NAME-DATE-TIME when not given. Must not exist unless resuming."""

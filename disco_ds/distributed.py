@@ -20,9 +20,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-T = TypeVar("T")
+from disco_ds.ranks import Ranks, resolve_ranks
+from disco_ds.rendezvous import store_from_environment
 
-LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ class World:
     world_size: int = 1
     local_rank: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    ranks: Ranks = field(default_factory=Ranks, compare=False, repr=False)
+    """Who says so, and whom that overrules."""
 
     @property
     def is_main(self) -> bool:
@@ -41,27 +44,37 @@ class World:
 
     @classmethod
     def from_environment(cls, device: str = "auto") -> World:
-        """Read RANK, WORLD_SIZE and LOCAL_RANK as torchrun and the deepspeed launcher set them.
+        """The place that the launcher gave this process, by the order in :mod:`disco_ds.ranks`.
 
-        Without them this is a single process. ``device`` is "auto", "cpu" or "cuda".
+        Without a launcher this is a single process. ``device`` is "auto", "cpu" or "cuda". Exports
+        RANK and its like, for the libraries that read them.
 
         Raises:
             ValueError: when the variables contradict each other, or CUDA was asked for in vain.
         """
-        if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
-            return cls(device=_pick_device(device, 0))
-        missing = [name for name in LAUNCHER_VARIABLES if name not in os.environ]
-        if missing:
-            raise ValueError(
-                f"launcher variables incomplete: {', '.join(missing)} not set. Start with "
-                "deepspeed, torchrun or plain python, or unset RANK and WORLD_SIZE."
-            )
-        rank, world_size, local_rank = (
-            int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+        ranks = resolve_ranks(os.environ)
+        if ranks.world_size > 1 or "RANK" in os.environ:
+            ranks.export(os.environ)
+        device_ = _pick_device(device, ranks.local_rank)
+        return cls(ranks.rank, ranks.world_size, ranks.local_rank, device_, ranks)
+
+
+def device_index(local_rank: int, num_visible: int) -> int:
+    """The CUDA device of a rank among those that its launcher lets it see.
+
+    Raises:
+        ValueError: fewer devices than ranks.
+    """
+    # Bound by the launcher: each rank sees its own as number 0.
+    if num_visible == 1:
+        return 0
+    if local_rank >= num_visible:
+        raise ValueError(
+            f"LOCAL_RANK={local_rank} but {num_visible} CUDA devices are visible "
+            f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}): start "
+            "one rank per GPU"
         )
-        if not 0 <= rank < world_size:
-            raise ValueError(f"RANK={rank} does not fit WORLD_SIZE={world_size}")
-        return cls(rank, world_size, local_rank, _pick_device(device, local_rank))
+    return local_rank
 
 
 def _pick_device(name: str, local_rank: int) -> torch.device:
@@ -69,7 +82,7 @@ def _pick_device(name: str, local_rank: int) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ValueError("--device cuda: this torch sees no CUDA device. Use --device cpu.")
-    return torch.device("cuda", local_rank)
+    return torch.device("cuda", device_index(local_rank, torch.cuda.device_count()))
 
 
 def init_process_group(world: World, *, timeout_seconds: float) -> None:
@@ -84,6 +97,9 @@ def init_process_group(world: World, *, timeout_seconds: float) -> None:
         return
     dist.init_process_group(
         backend="nccl" if world.device.type == "cuda" else "gloo",
+        store=store_from_environment(
+            world.rank, world.world_size, os.environ, timeout_seconds=timeout_seconds
+        ),
         rank=world.rank,
         world_size=world.world_size,
         timeout=timedelta(seconds=timeout_seconds),
@@ -120,6 +136,15 @@ def sum_over_ranks(values: Sequence[float], world: World) -> list[float]:
     return [float(value) for value in total.tolist()]
 
 
+def any_rank(flags: Sequence[bool], world: World) -> list[bool]:
+    """For each flag, whether any rank has it set; one all-reduce of ``4 * len(flags)`` bytes."""
+    if world.world_size == 1:
+        return list(flags)
+    raised = torch.tensor(list(flags), dtype=torch.int32, device=world.device)
+    dist.all_reduce(raised, op=dist.ReduceOp.MAX)
+    return [bool(flag) for flag in raised.tolist()]
+
+
 def gather_objects(value: T, world: World) -> list[T]:
     """Every rank's small Python value, in rank order, on all ranks."""
     if world.world_size == 1:
@@ -127,6 +152,14 @@ def gather_objects(value: T, world: World) -> list[T]:
     gathered: list[T] = [value] * world.world_size
     dist.all_gather_object(gathered, value)
     return gathered
+
+
+def is_lost_contact(error: RuntimeError) -> bool:
+    """Whether an error of torch.distributed says that another rank is gone or too slow."""
+    if isinstance(error, dist.DistError):
+        return True
+    text = str(error)
+    return any(sign in text for sign in ("closed by peer", "reset by peer", "gloo", "Broken pipe"))
 
 
 class AgreedError(ValueError):
@@ -193,4 +226,8 @@ def setup_logging(world: World, *, verbose: bool = False) -> logging.Logger:
     quiet = logging.INFO if world.is_main else logging.WARNING
     logger.setLevel(logging.DEBUG if verbose else quiet)
     logger.propagate = False
+    if world.ranks.overruled:
+        logger.info(
+            "ranks from %s, not from %s", world.ranks.source, " or ".join(world.ranks.overruled)
+        )
     return logger

@@ -13,7 +13,7 @@ strategy averages over ranks, so parameter gradients are those of one process wi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from disco_ds.distributed import World
 from disco_ds.losses.base import ContrastiveLoss
+from disco_ds.losses.inputs import has_values
 from disco_ds.models import Temperature
 
 
@@ -55,7 +56,8 @@ def micro_batch_sizes(num_pairs: int, micro_batch_size: int, world: World) -> li
     if world.world_size > 1:
         shared = torch.tensor([count, -num_pairs], device=world.device)
         dist.all_reduce(shared, op=dist.ReduceOp.MAX)
-        count, fewest = int(shared[0]), -int(shared[1])
+        if has_values(shared):
+            count, fewest = int(shared[0]), -int(shared[1])
     if fewest < count:
         raise ValueError(
             f"{count} micro-batches on one rank, but only {fewest} pairs on another: give every "
@@ -151,6 +153,40 @@ def contrastive_backward(
     return value
 
 
+def local_gradients(
+    strategy: Engine,
+    loss: ContrastiveLoss,
+    temperature: Temperature,
+    pairs: Pairs,
+    *,
+    micro_batch_size: int,
+) -> dict[str, Tensor]:
+    """This rank's share of the encoder gradients, by parameter, before any reduction.
+
+    For looking into a step that went wrong: the engine, its gradients and the random state are
+    left alone. Parameters must be whole on this rank. Collective, through loss and encoding.
+    """
+    sizes = micro_batch_sizes(len(pairs.index), micro_batch_size, strategy.world)
+    before = RandomState.capture(pairs.image.device)
+    parts = pairs.split(sizes)
+    features, _ = _encode_without_graph(strategy, parts)
+    _, gradients = _loss_gradients(loss, temperature, features, pairs.index)
+    shares = list(zip(*(gradient.split(sizes) for gradient in gradients), strict=True))
+    named = {name: p for name, p in strategy.module.named_parameters() if p.requires_grad}
+    total: dict[str, Tensor] = {}
+    with frozen_running_statistics(strategy.module):
+        for part, share in zip(parts, shares, strict=True):
+            own = strategy.module(part.image, part.text)
+            found = torch.autograd.grad(
+                _surrogate(own, share), list(named.values()), allow_unused=True
+            )
+            for name, gradient in zip(named, found, strict=True):
+                if gradient is not None:
+                    total[name] = total[name] + gradient if name in total else gradient
+    before.restore()
+    return total
+
+
 Features = tuple[Tensor, Tensor]
 
 
@@ -214,6 +250,15 @@ class RandomState:
     cpu: Tensor
     cuda: Tensor | None
     device: torch.device
+
+    def to_plain(self) -> dict[str, Tensor]:
+        """For a checkpoint."""
+        return {"cpu": self.cpu} | ({} if self.cuda is None else {"cuda": self.cuda})
+
+    @classmethod
+    def from_plain(cls, state: Mapping[str, Tensor], device: torch.device) -> RandomState:
+        """The inverse of :meth:`to_plain`."""
+        return cls(state["cpu"], state.get("cuda"), device)
 
     @classmethod
     def capture(cls, device: torch.device) -> RandomState:

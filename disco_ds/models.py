@@ -17,18 +17,21 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import resources
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from disco_ds.batch_norm import BatchNormMode, use_batch_norm_
 from disco_ds.blocks import checkpoint_blocks_, transformer_blocks
+from disco_ds.weights import (
+    SCALAR_NAMES,
+    find_initial_weights,
+    load_initial_weights,
+)
 
 if TYPE_CHECKING:
     from PIL import Image
-
-SCALAR_NAMES = ("logit_scale", "logit_bias")
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,14 @@ class ModelConfig:
     """Model name: any of open_clip's, or disco-demo-vit / disco-demo-rn."""
 
     init: str | None = None
-    """Weights to start from: a .pt or .safetensors file with open_clip's names."""
+    """Weights to start from: a file with open_clip's names, a run or checkpoint folder of ours, or
+    the name of weights that open_clip knows for the model (downloaded)."""
+
+    init_partial: bool = False
+    """Load what fits of ``init``; the rest stays as initialised. Either way the log says what."""
+
+    init_trusted: bool = False
+    """Load ``init`` even if it needs unpickling, which can run any code: for trusted files."""
 
     activation_checkpointing: bool = False
     """Recompute transformer blocks in the backward pass instead of keeping their activations."""
@@ -49,6 +59,10 @@ class ModelConfig:
 
     checkpoint_towers: Literal["both", "image", "text"] = "both"
     """With activation checkpointing: the towers that recompute."""
+
+    batch_norm: BatchNormMode = "local"
+    """ResNets: normalise with this rank's micro-batch, with those of all ranks (synced), or with
+    the running statistics, which then do not change (frozen)."""
 
     lock_image: bool = False
     """Freeze the image tower."""
@@ -99,12 +113,10 @@ class Encoders(nn.Module):
     the model (None for a missing input).
     """
 
-    def __init__(self, clip: nn.Module) -> None:
+    def __init__(self, clip: nn.Module, *, batch_norm: BatchNormMode = "local") -> None:
         super().__init__()
         self.clip = clip
-        for module in clip.modules():
-            if type(module) is nn.BatchNorm2d:
-                module.__class__ = _BatchNorm2dFp32
+        use_batch_norm_(clip, batch_norm)
 
     def forward(
         self, image: Tensor | None = None, text: Tensor | None = None
@@ -117,35 +129,6 @@ class Encoders(nn.Module):
         if text is not None:
             text_features = self.clip.encode_text(text)  # type: ignore[operator]
         return image_features, text_features
-
-    def train(self, mode: bool = True) -> Encoders:
-        """Training mode, but for BatchNorm without trainable weights: a locked tower stays put."""
-        super().train(mode)
-        for module in self.modules():
-            if isinstance(module, _BatchNorm2dFp32) and not module.weight.requires_grad:
-                module.eval()
-        return self
-
-
-class _BatchNorm2dFp32(nn.BatchNorm2d):
-    """BatchNorm in fp32 whatever its weights' dtype: engines cast weights, but not statistics."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Normalise ``[b, c, h, w]``; the result has the input's dtype."""
-        if self.weight.dtype in (torch.float32, torch.float64):
-            return super().forward(input.to(self.weight.dtype)).to(input.dtype)
-        if self.training and self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-        return nn.functional.batch_norm(
-            input.float(),
-            self.running_mean,
-            self.running_var,
-            self.weight.float(),
-            self.bias.float(),
-            training=self.training,
-            momentum=self.momentum or 0.0,
-            eps=self.eps,
-        ).to(input.dtype)
 
 
 class Temperature(nn.Module):
@@ -191,6 +174,9 @@ class ClipParts:
     scalars: dict[str, Tensor]
     """``logit_scale`` (log) and ``logit_bias`` of the weights in ``init``; empty without."""
 
+    preprocess: dict[str, Any]
+    """open_clip's preprocessing settings: mean, std, interpolation, resize mode."""
+
 
 def register_model_configs() -> None:
     """Make this package's model configurations known to open_clip."""
@@ -216,8 +202,10 @@ def check_model_name(name: str) -> None:
     raise ValueError(f"--model.name {name}: open_clip has no such model; nearest: {near[0]}")
 
 
-def create_clip(config: ModelConfig, *, seed: int) -> ClipParts:
+def create_clip(config: ModelConfig, *, seed: int, device: str = "cpu") -> ClipParts:
     """Build the encoders in fp32 on the CPU, equal on every rank, with transforms and tokenizer.
+
+    ``device="meta"`` builds shapes without values.
 
     Raises:
         ValueError: unknown model name, or ``init`` does not fit the model.
@@ -225,26 +213,68 @@ def create_clip(config: ModelConfig, *, seed: int) -> ClipParts:
     import open_clip
 
     check_model_name(config.name)
-    with torch.random.fork_rng(devices=[]), _quiet(logging.getLogger()):
+    with torch.random.fork_rng(devices=[]), quiet_logger(logging.getLogger()), torch.device(device):
         torch.manual_seed(seed)
-        clip = open_clip.create_model(config.name, precision="fp32", load_weights=False)
+        clip = open_clip.create_model(
+            config.name, precision="fp32", load_weights=False, device=device
+        )
     scalars: dict[str, Tensor] = {}
     if config.init is not None:
-        load_weights_(clip, Path(config.init))
-        _, scalars = split_state_dict({k: v.clone() for k, v in clip.state_dict().items()})
-    train_transform, eval_transform = _transforms(clip)
-    encoders = Encoders(_without_scalars(clip))
-    _lock(encoders, config)
+        scalars = _initialise_(clip, config)
+    parts = as_parts(clip, config.name, scalars, batch_norm=config.batch_norm)
+    _lock(parts.encoders, config)
     if config.activation_checkpointing:
-        _checkpoint_activations(encoders.clip, config)
-    tokenize = _Tokenizer(config.name)
+        _checkpoint_activations(parts.encoders.clip, config)
+    return parts
+
+
+def _initialise_(clip: nn.Module, config: ModelConfig) -> dict[str, Tensor]:
+    """Load ``config.init``; the file's temperature."""
+    from open_clip.model import set_model_preprocess_cfg
+    from open_clip.transform import merge_preprocess_dict
+
+    assert config.init is not None
+    weights = find_initial_weights(config.name, config.init)
+    scalars = load_initial_weights(
+        clip, weights, partial=config.init_partial, trusted=config.init_trusted
+    )
+    visual: Any = clip.visual
+    preprocess = {k: v for k, v in weights.known.items() if k in ("mean", "std", "interpolation")}
+    if preprocess:
+        set_model_preprocess_cfg(clip, merge_preprocess_dict(visual.preprocess_cfg, preprocess))
+    return scalars
+
+
+def as_parts(
+    clip: nn.Module,
+    name: str,
+    scalars: dict[str, Tensor],
+    *,
+    batch_norm: BatchNormMode = "local",
+) -> ClipParts:
+    """Take an open_clip model apart; ``name`` finds its tokenizer."""
+    train_transform, eval_transform = _transforms(clip)
+    encoders = Encoders(_without_scalars(clip), batch_norm=batch_norm)
     size: Any = encoders.clip.visual.image_size  # type: ignore[union-attr]
-    image_size = (size, size) if isinstance(size, int) else (size[0], size[1])
-    return ClipParts(encoders, train_transform, eval_transform, tokenize, image_size, scalars)
+    return ClipParts(
+        encoders,
+        train_transform,
+        eval_transform,
+        _Tokenizer(name),
+        (size, size) if isinstance(size, int) else (size[0], size[1]),
+        scalars,
+        _preprocess(encoders.clip),
+    )
+
+
+def _preprocess(clip: nn.Module) -> dict[str, Any]:
+    visual: Any = clip.visual
+    names = ("mean", "std", "interpolation", "resize_mode")
+    return {name: visual.preprocess_cfg[name] for name in names if name in visual.preprocess_cfg}
 
 
 @contextmanager
-def _quiet(logger: logging.Logger) -> Iterator[None]:
+def quiet_logger(logger: logging.Logger) -> Iterator[None]:
     """Without open_clip's warning that a model to be trained starts untrained."""
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -283,6 +313,23 @@ class _Tokenizer:
 
     def __getstate__(self) -> dict[str, Any]:
         return {"model_name": self.model_name, "_tokenizer": None}
+
+
+def decode_captions(model_name: str, tokens: Tensor) -> list[str]:
+    """What a model's tokenizer kept of captions: ``[n, context]`` token ids to n texts."""
+    import open_clip
+
+    register_model_configs()
+    tokenizer: Any = open_clip.get_tokenizer(model_name)
+    if not hasattr(tokenizer, "eot_token_id"):
+        return [
+            str(text) for text in tokenizer.tokenizer.batch_decode(tokens, skip_special_tokens=True)
+        ]
+    texts = []
+    for row in tokens.tolist():
+        end = row.index(tokenizer.eot_token_id) if tokenizer.eot_token_id in row else len(row)
+        texts.append(tokenizer.decode(row[1:end]).strip())
+    return texts
 
 
 def _without_scalars(clip: nn.Module) -> nn.Module:
@@ -337,54 +384,15 @@ def split_state_dict(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], di
     return encoders, scalars
 
 
-def load_weights_(clip: nn.Module, path: Path) -> None:
-    """Load an open_clip weight file strictly into ``clip``, weights only.
+def model_config_json(name: str, *, logit_bias: bool = False) -> str:
+    """open_clip's configuration of a model as JSON, to lie beside an export.
 
-    Raises:
-        ValueError: no such file, not a weight file, or other names or shapes than the model's.
+    ``logit_bias``: the weights have one, also where the model's own configuration has none.
     """
-    state = read_weights(path)
-    own = clip.state_dict()
-    for name in SCALAR_NAMES:
-        if name in state and name in own:
-            state[name] = state[name].reshape(own[name].shape)
-    wrong = [
-        name
-        for name in own.keys() | state.keys()
-        if name not in own or name not in state or own[name].shape != state[name].shape
-    ]
-    if wrong:
-        raise ValueError(
-            f"{path} does not fit the model: {len(wrong)} tensors missing, unexpected or of "
-            f"another shape, such as {', '.join(sorted(wrong)[:3])}"
-        )
-    clip.load_state_dict(state)
-
-
-def read_weights(path: Path) -> dict[str, Tensor]:
-    """Tensors of an open_clip ``.pt`` or ``.safetensors`` file, wrapper prefixes stripped.
-
-    Raises:
-        ValueError: no such file, or not a file of weights (pickled objects are never loaded).
-    """
-    if not path.is_file():
-        raise ValueError(f"no weight file {path}")
-    try:
-        if path.suffix == ".safetensors":
-            from safetensors.torch import load_file
-
-            state: dict[str, Any] = load_file(path)
-        else:
-            state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise ValueError(f"{path} is not a file of weights: {error}") from error
-    state = state.get("state_dict", state)
-    return {name.removeprefix("module.").removeprefix("_orig_mod."): t for name, t in state.items()}
-
-
-def model_config_json(name: str) -> str:
-    """open_clip's configuration of a model as JSON, to lie beside an export."""
     import open_clip
 
     register_model_configs()
-    return json.dumps(open_clip.get_model_config(name), indent=2)
+    config = open_clip.get_model_config(name)
+    if logit_bias:
+        config.setdefault("init_logit_bias", 0.0)
+    return json.dumps(config, indent=2)

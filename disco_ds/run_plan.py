@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
-from disco_ds.checkpoint import find_checkpoint
+from disco_ds.checkpoint import HF_WEIGHTS, MODEL_FILE, find_checkpoint
 from disco_ds.comm_hooks import CommHook
 from disco_ds.config import TrainConfig, local_batch_size
 from disco_ds.data.index import ShardIndex, configured_index
 from disco_ds.data.loader import check_feed
 from disco_ds.distributed import World, agreed, broadcast_object
 from disco_ds.evaluation.run import check_evaluation
-from disco_ds.evaluation.zero_shot import ZeroShotTask
-from disco_ds.models import check_model_name
+from disco_ds.evaluation.tasks import ZeroShotTask
+from disco_ds.models import ModelConfig, check_model_name
 from disco_ds.strategies.base import Strategy
 from disco_ds.strategies.build import build_strategy, choose_comm_hook
 from disco_ds.strategies.ds_config import RunNumbers
+from disco_ds.weights import find_initial_weights
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,9 @@ class RunPlan:
     config: TrainConfig
     run_dir: Path
     local_batch_size: int
+    model: ModelConfig
+    """With ``init`` as this run needs it: a file, a known name, or nothing when it resumes."""
+
     strategy: Strategy
     comm_hook: CommHook | None
     index: ShardIndex
@@ -57,17 +64,59 @@ def plan_run(config: TrainConfig, world: World, *, run_name: str) -> RunPlan:
         strategy.check_optimizer(config.optim)
         comm_hook = choose_comm_hook(config.deepspeed_config, config.comm_hook).build()
         check_model_name(config.model.name)
-        tasks = check_evaluation(config.evaluation)
+        tasks = check_evaluation(config.evaluation, world)
         index = _read_index(config) if world.is_main else None
         if index is not None:
             check_feed(config.data, index, world=world, local_batch_size=local)
     run_dir = Path(broadcast_object(_run_dir(config, run_name), world))
     with agreed(world):
-        checkpoint = _resume_point(config, run_dir)
+        found = _resume_point(config, run_dir) if world.is_main else None
         if world.is_main:
             _create_run_dir(run_dir, resuming=config.resume is not None)
+    checkpoint = Path(name) if (name := broadcast_object(str(found or ""), world)) else None
+    with agreed(world):
+        _check_seen_by_all(checkpoint)
+    with agreed(world):
+        # A resumed run has its weights; what it once started from may be gone.
+        model = _found_init(config.model, world) if checkpoint is None else _without_init(config)
     shared_index = broadcast_object(index, world)
-    return RunPlan(config, run_dir, local, strategy, comm_hook, shared_index, tasks, checkpoint)
+    return RunPlan(
+        config, run_dir, local, model, strategy, comm_hook, shared_index, tasks, checkpoint
+    )
+
+
+def _check_seen_by_all(checkpoint: Path | None) -> None:
+    if checkpoint is not None and not checkpoint.is_dir():
+        raise ValueError(
+            f"--resume: this rank does not see {checkpoint}, which the main rank found: put the "
+            "run folder on a file system that all nodes share"
+        )
+
+
+def _found_init(model: ModelConfig, world: World) -> ModelConfig:
+    """``--model.init`` as a file or a name whose weights are on this node."""
+    if model.init is None:
+        return model
+    path = Path(model.init)
+    if path.is_dir():
+        path = path / HF_WEIGHTS if (path / HF_WEIGHTS).is_file() else _weights_of(path)
+        return replace(model, init=str(path))
+    if world.local_rank == 0:  # downloads; the others find it in the cache
+        find_initial_weights(model.name, model.init)
+    return model
+
+
+def _without_init(config: TrainConfig) -> ModelConfig:
+    return replace(config.model, init=None)
+
+
+def _weights_of(folder: Path) -> Path:
+    try:
+        found = find_checkpoint(folder, str(folder))
+    except ValueError as error:
+        raise ValueError(f"--model.init {error}") from error
+    assert found is not None
+    return found / MODEL_FILE
 
 
 def _read_index(config: TrainConfig) -> ShardIndex:
@@ -86,9 +135,12 @@ def _resume_point(config: TrainConfig, run_dir: Path) -> Path | None:
     if config.resume is None:
         return None
     try:
-        return find_checkpoint(run_dir, config.resume)
+        found = find_checkpoint(run_dir, config.resume)
     except ValueError as error:
         raise ValueError(f"--resume {error}") from error
+    if found is None:
+        logger.info("--resume latest: no checkpoint in %s yet, starting fresh", run_dir)
+    return found
 
 
 def _create_run_dir(run_dir: Path, *, resuming: bool) -> None:

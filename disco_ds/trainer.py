@@ -7,76 +7,65 @@ import logging
 import math
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from disco_ds.checkpoint import (
-    Snapshot,
-    as_plain,
-    export,
-    load_checkpoint,
-    save_checkpoint,
-)
+from disco_ds.checkpoint import CheckpointWriter, as_plain, export
 from disco_ds.config import TrainConfig
 from disco_ds.data.loader import Batch, TrainLoader
 from disco_ds.distributed import (
     World,
     agreed,
+    any_rank,
+    broadcast_object,
     gather_objects,
     mean_over_ranks_,
     seed_everything,
     sum_over_ranks,
 )
-from disco_ds.evaluation.run import Evaluator
-from disco_ds.grad_cache import NonFiniteLoss, Pairs, RandomState, contrastive_backward
+from disco_ds.evaluation.run import Evaluator, publish
+from disco_ds.grad_cache import NonFiniteLoss, Pairs, contrastive_backward, local_gradients
 from disco_ds.losses.base import ContrastiveLoss
-from disco_ds.metrics import MetricsLog, PlateauWatch, Progress
+from disco_ds.metrics import (
+    MetricsLog,
+    PlateauWatch,
+    Progress,
+    memory_use,
+    pairs_picture,
+    read_metrics,
+)
 from disco_ds.models import (
     ClipParts,
     Temperature,
     TemperatureConfig,
     create_clip,
-    full_state_dict,
+    decode_captions,
     initial_logit_bias,
-    model_config_json,
-    split_state_dict,
 )
 from disco_ds.optim import build_temperature_optimizer, learning_rate, set_learning_rate
+from disco_ds.preemption import stop_reason
+from disco_ds.refusal import Refusal, TrainingStopped
+from disco_ds.report import record_start
 from disco_ds.run_plan import RunPlan
-from disco_ds.strategies.base import EngineState
+from disco_ds.run_state import Counters, RunState
+from disco_ds.strategies.base import Strategy
+from disco_ds.watchdog import Watchdog
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+__all__ = ["Preempted", "Trainer", "TrainingStopped", "summarize"]
 
 logger = logging.getLogger(__name__)
 
-KEEP_GOING = (
-    "Nothing was saved from this step; continue from the last checkpoint with --resume latest and "
-    "a lower --optim.lr, a longer --optim.warmup_steps, --optim.max_grad_norm 1"
-)
 
-
-@dataclass
-class Counters:
-    """How far a run is."""
-
-    step: int = 0
-    """Optimizer steps taken."""
-
-    samples_seen: int = 0
-    """Pairs of taken and skipped steps, over all ranks; each pair counts once."""
-
-    skipped_steps: int = 0
-    """Steps that the engine refused."""
-
-    skipped_in_a_row: int = 0
-    """Refused since the last step taken."""
-
-
-class TrainingStopped(RuntimeError):
-    """Training cannot go on; the same decision on every rank."""
+class Preempted(RuntimeError):
+    """The run was asked to stop, and has saved; the same on every rank."""
 
 
 class Trainer:
@@ -85,13 +74,16 @@ class Trainer:
     Collective throughout: every rank constructs one and calls the same methods.
     """
 
-    def __init__(self, plan: RunPlan, world: World) -> None:
+    def __init__(self, plan: RunPlan, world: World, watchdog: Watchdog | None = None) -> None:
         config = plan.config
         self.plan, self.config, self.world = plan, config, world
+        self.watchdog = watchdog or Watchdog(world.rank, config.timeout_seconds)
         self.counters = Counters()
+        self.refusal = Refusal(config, world, self.counters)
         self.plateau = PlateauWatch(config.plateau_reports)
         seed_everything(config.seed, world.rank)
-        self.clip: ClipParts = create_clip(config.model, seed=config.seed)
+        with agreed(world):
+            self.clip: ClipParts = create_clip(plan.model, seed=config.seed)
         with agreed(world):
             self.loader = TrainLoader(
                 config.data,
@@ -108,6 +100,8 @@ class Trainer:
         )
         self.strategy = plan.strategy
         self.strategy.setup(self.clip.encoders, config.optim)
+        if plan.checkpoint is not None:
+            self._rehearse()
         self.loss: ContrastiveLoss = config.loss.build(
             self.strategy.process_group, normalize=True, num_samples=plan.index.num_samples
         ).to(world.device)
@@ -129,14 +123,36 @@ class Trainer:
             self.clip.tokenize,
             self.clip.image_size,
         )
+        self.state = RunState(
+            plan=plan,
+            world=world,
+            clip=self.clip,
+            loader=self.loader,
+            strategy=self.strategy,
+            loss=self.loss,
+            temperature=self.temperature,
+            temperature_optimizer=self.temperature_optimizer,
+            counters=self.counters,
+        )
+        self.writer = CheckpointWriter(plan.run_dir / "checkpoints", config.checkpoint, world)
         if plan.checkpoint is not None:
-            self._restore(plan.checkpoint)
+            self.state.restore(plan.checkpoint)
+        self._saved_step, self._saved_at = self.counters.step, time.monotonic()
+        self._is_save_wanted = False
         self._write_configuration()
+
+    def _rehearse(self) -> None:
+        """With one pair; before anything that counts is loaded."""
+        height, width = self.clip.image_size
+        image = torch.zeros(1, 3, height, width, device=self.world.device)
+        text = self.clip.tokenize(["a"]).to(self.world.device)
+        self.strategy.rehearse(image, text)
 
     def _write_configuration(self) -> None:
         if not self.world.is_main:
             return
         folder = self.plan.run_dir
+        record_start(folder, self.world, strategy=self.strategy.name, total_steps=self.total_steps)
         (folder / "config.json").write_text(json.dumps(as_plain(self.config), indent=2) + "\n")
         if ds_config := getattr(self.strategy, "ds_config", None):
             (folder / "ds_config.json").write_text(json.dumps(ds_config, indent=2) + "\n")
@@ -146,8 +162,16 @@ class Trainer:
 
         Raises:
             TrainingStopped: on all ranks, when the loss or a gradient is not finite.
+            Preempted: on all ranks, after the step in which any of them was asked to stop.
+            SaveFailed: on all ranks, when a checkpoint could not be written.
         """
-        log = MetricsLog(self.plan.run_dir, self.world, first_step=self.counters.step)
+        log = MetricsLog(
+            self.plan.run_dir,
+            self.world,
+            first_step=self.counters.step,
+            tracking=self.config.tracking,
+            settings=as_plain(self.config),
+        )
         progress = Progress(self.world, first_step=self.counters.step, total_steps=self.total_steps)
         try:
             results = self._loop(log, progress)
@@ -162,32 +186,87 @@ class Trainer:
         batches = iter(self.loader)
         clock = _Stopwatch()
         results: dict[str, float] = {}
-        saved = evaluated = self.counters.step if self.counters.step else -1
+        first_step = self.counters.step
+        # A run that was stopped between its save and its evaluation catches up.
+        evaluated = first_step if self._was_evaluated() else -1
+        self._save_or_stop_if_asked()
+        if _is_due(first_step, config.evaluation.every_steps) and evaluated != first_step:
+            results, evaluated = self._evaluate(log), first_step
         while self.counters.step < self.total_steps:
-            values = self._train_step(next(batches))
+            self.watchdog.enter("waiting for data", step=self.counters.step)
+            batch = next(batches)
+            values = self._train_step(batch)
             clock.pairs += config.global_batch_size
             if values is None:
+                self._save_or_stop_if_asked()
                 continue
             step = self.counters.step
             is_last = step == self.total_steps
+            if step == first_step + 1:
+                self._show_pairs(log, batch)
             if step % config.log_every_steps == 0 or is_last:
                 self._report(log, progress, values, clock)
             if is_last or round(self.loader.epoch, 6).is_integer():
                 log.write(step, {"epoch": self.loader.epoch, **self._data_summary()})
             with clock.paused():
+                self._save_or_stop_if_asked()
                 if _is_due(step, config.evaluation.every_steps) and step != evaluated:
-                    results = self._evaluate(log)
-                    evaluated = step
-                if (_is_due(step, config.checkpoint.every_steps) or is_last) and step != saved:
-                    self.save()
-                    saved = step
+                    results, evaluated = self._evaluate(log), step
+        self.writer.finish()
         if evaluated != self.counters.step:
             results = self._evaluate(log)
         return results
 
+    def _was_evaluated(self) -> bool:
+        """The log has an evaluation of the step that this run resumes from."""
+        found = False
+        if self.world.is_main and self.counters.step:
+            lines = read_metrics(self.plan.run_dir)
+            found = any(
+                line["step"] == self.counters.step and any(key.startswith("eval/") for key in line)
+                for line in lines
+            )
+        return broadcast_object(found, self.world)
+
+    def _save_or_stop_if_asked(self) -> None:
+        """Between two steps: the same decisions on every rank, whoever noticed.
+
+        One all-reduce of 12 bytes.
+        """
+        reason = stop_reason()
+        stop, is_wanted, is_writing = any_rank(
+            [reason is not None, self._is_save_wanted or self._is_late(), self.writer.is_busy],
+            self.world,
+        )
+        if self.writer.is_pending and (stop or not is_writing):
+            self.writer.finish()
+        step = self.counters.step
+        is_due = _is_due(step, self.config.checkpoint.every_steps) or step == self.total_steps
+        if (is_due or is_wanted or stop) and step != self._saved_step:
+            self._save_now()
+        if stop:
+            self.writer.finish()
+            raise Preempted(self._who_asked(reason))
+
+    def _is_late(self) -> bool:
+        """The main rank's clock decides about saves by time."""
+        minutes = self.config.checkpoint.every_minutes
+        if minutes is None or not self.world.is_main:
+            return False
+        return time.monotonic() - self._saved_at >= 60 * minutes
+
+    def _who_asked(self, reason: str | None) -> str:
+        reasons = gather_objects(reason, self.world)
+        rank = next(rank for rank, text in enumerate(reasons) if text is not None)
+        saved = (
+            f"saved after step {self.counters.step}" if self.counters.step else "nothing to save"
+        )
+        return f"asked to stop by {reasons[rank]} on rank {rank}: {saved}; start again to continue"
+
     def _train_step(self, batch: Batch) -> dict[str, float] | None:
         """Forward, backward and update; returns values to log, None when the step was skipped."""
         config, counters = self.config, self.counters
+        self.watchdog.enter("forward and backward")
         pairs = _on_device(batch, self.world.device)
         self.loss.set_progress(self.loader.epoch)
         self.temperature_optimizer.zero_grad(set_to_none=True)
@@ -198,18 +277,19 @@ class Trainer:
                 self.loss,
                 self.temperature,
                 pairs,
-                micro_batch_size=config.micro_batch_size or self.plan.local_batch_size,
+                **self._micro_batches,
             )
         except NonFiniteLoss as error:
-            self._give_up_step(error)
+            self.loss.after_step(True)
+            self.refusal.of_loss(error)
             return None
+        self.watchdog.enter("optimizer step")
         lr = self._learning_rate(config.optim.lr)
         result = self.strategy.step(lr)
         self.loss.after_step(result.skipped)
         if result.skipped:
-            self._count_skipped("gradients overflowed")
+            self.refusal.of_gradients(result.grad_norm, lambda: self._broken_gradients(pairs))
             return None
-        self._check_finite("gradient norm", result.grad_norm)
         self._step_temperature()
         counters.step += 1
         counters.skipped_in_a_row = 0
@@ -217,35 +297,20 @@ class Trainer:
         own = {key: float(metric) for key, metric in self.loss.metrics().items()}
         return {"loss": float(value), "lr": lr, "grad_norm": result.grad_norm, **own}
 
-    def _give_up_step(self, error: NonFiniteLoss) -> None:
-        """Stop, or leave everything as it was before this batch: all ranks alike."""
-        broken = gather_objects(error.tensors, self.world)
-        where = [f"rank {rank}: {', '.join(found)}" for rank, found in enumerate(broken) if found]
-        reason = f"{error} ({'; '.join(where) or 'all features are finite'})"
-        if self.config.nonfinite == "stop":
-            raise TrainingStopped(
-                f"step {self.counters.step + 1}: {reason}. {KEEP_GOING}, or --nonfinite skip"
+    @property
+    def _micro_batches(self) -> dict[str, int]:
+        return {"micro_batch_size": self.config.micro_batch_size or self.plan.local_batch_size}
+
+    def _broken_gradients(self, pairs: Pairs) -> list[str]:
+        """Parameters whose gradient is not finite on this rank, found by doing the step again."""
+        if not self.strategy.has_whole_parameters:
+            return []
+        with self.strategy.computing():
+            found = local_gradients(
+                self.strategy, self.loss, self.temperature, pairs, **self._micro_batches
             )
         self.loss.after_step(True)
-        logger.warning("step %d skipped: %s", self.counters.step + 1, reason)
-        self._count_skipped("the loss was not finite")
-
-    def _count_skipped(self, reason: str) -> None:
-        self.counters.skipped_steps += 1
-        self.counters.skipped_in_a_row += 1
-        if self.counters.skipped_in_a_row > self.config.max_skipped_steps:
-            raise TrainingStopped(
-                f"step {self.counters.step + 1}: {self.counters.skipped_in_a_row} optimizer steps "
-                f"in a row were skipped because {reason}; use --precision bf16, or a lower "
-                "--optim.lr"
-            )
-
-    def _check_finite(self, what: str, value: float) -> None:
-        """Stop before anything is saved; the value is global, so all ranks stop together."""
-        if not math.isfinite(value):
-            raise TrainingStopped(
-                f"step {self.counters.step + 1}: the {what} is {value}. {KEEP_GOING}"
-            )
+        return [name for name, gradient in found.items() if not gradient.isfinite().all()]
 
     def _learning_rate(self, peak: float) -> float:
         return learning_rate(self.config.optim, self.counters.step, self.total_steps, peak=peak)
@@ -272,6 +337,7 @@ class Trainer:
             "logit_scale": self.temperature.logit_scale.detach().exp().item(),
             "samples_per_second": rate,
             "skipped_steps": counters.skipped_steps,
+            **memory_use(self.world.device),
             **self.strategy.hook_metrics(),
         }
         log.write(counters.step, logged)
@@ -295,101 +361,37 @@ class Trainer:
         return dict(zip(names, totals, strict=True))
 
     def _evaluate(self, log: MetricsLog) -> dict[str, float]:
-        results = self.evaluator.run(self.strategy)
-        if results:
-            log.write(self.counters.step, results)
-            logger.info("step %d  %s", self.counters.step, summarize(results))
-        return results
+        with self.watchdog.phase("evaluation"):
+            found = self.evaluator.evaluate(_Watched(self.strategy, self.watchdog))
+        if found.values:
+            publish(found, log, self.plan.run_dir, self.counters.step, self.world)
+            logger.info("step %d  %s", self.counters.step, summarize(found.values))
+        return found.values
 
-    def save(self) -> Path:
-        """Write a checkpoint of the state after the last step. Collective."""
-        self.strategy.average_buffers()
-        engine = self.strategy.state()
-        moments = {_plain_name(name): value for name, value in engine.moments.items()}
-        for name, parameter in self.temperature.named_parameters():
-            for key, value in self.temperature_optimizer.state.get(parameter, {}).items():
-                if key != "step":
-                    moments[f"{key}/{name}"] = value.detach().cpu().clone()
-        positions = gather_objects(self.loader.state_dict(), self.world)
-        snapshot = Snapshot(
-            step=self.counters.step,
-            model=full_state_dict(engine.parameters, self.temperature),
-            optimizer=moments,
-            rank_state={"random": self._random_state(), "loss": self.loss.rank_state()},
-            shared={
-                "model": self.config.model.name,
-                "model_config": model_config_json(self.config.model.name),
-                "data_fingerprint": self.plan.index.fingerprint,
-                "data": TrainLoader.merge_states(positions),
-                "epoch": self.loader.epoch,
-                "samples_seen": self.counters.samples_seen,
-                "skipped_steps": self.counters.skipped_steps,
-                "optimizer_steps": engine.optimizer_steps,
-                "config": as_plain(self.config),
-            },
-        )
-        checkpoints = self.plan.run_dir / "checkpoints"
-        keep = self.config.checkpoint.keep_last
-        return save_checkpoint(checkpoints, snapshot, self.world, keep=keep)
+    def _show_pairs(self, log: MetricsLog, batch: Batch) -> None:
+        """What the model is trained on, in the trackers: once per life of the run."""
+        limit, name = log.tracking.pictures, self.config.model.name
 
-    def _random_state(self) -> dict[str, Tensor]:
-        state = RandomState.capture(self.world.device)
-        return {"cpu": state.cpu} | ({} if state.cuda is None else {"cuda": state.cuda})
+        def draw() -> Image.Image:
+            captions = decode_captions(name, batch.text[:limit])
+            return pairs_picture(batch.image, captions, self.clip.preprocess, limit=limit)
 
-    def _restore(self, folder: Path) -> None:
-        """Continue from a checkpoint.
+        log.picture(self.counters.step, "train/pairs", draw)
+
+    def save(self) -> None:
+        """Ask for a checkpoint after the present step; any rank may, and one is enough."""
+        self._is_save_wanted = True
+
+    def _save_now(self) -> None:
+        """Write a checkpoint of the state after the last step. Collective.
 
         Raises:
-            AgreedError: on all ranks: damaged, or of another model or data set.
+            SaveFailed: on all ranks, when any of them could not write.
         """
-        snapshot = load_checkpoint(folder, self.world)
-        shared = snapshot.shared
-        with agreed(self.world):
-            self._check_fits(folder, shared)
-        encoders, scalars = split_state_dict(snapshot.model)
-        moments = {
-            name: value
-            for name, value in snapshot.optimizer.items()
-            if name.split("/", 1)[1] not in scalars
-        }
-        prefixed = {name.replace("/", "/clip.", 1): value for name, value in moments.items()}
-        self.strategy.load_state(EngineState(encoders, prefixed, shared["optimizer_steps"]))
-        self.temperature.load_scalars_(scalars)
-        self._restore_temperature_optimizer(snapshot)
-        with agreed(self.world):
-            self.loss.load_rank_states([state["loss"] for state in snapshot.rank_states])
-        self.counters = Counters(snapshot.step, shared["samples_seen"], shared["skipped_steps"])
-        with agreed(self.world):
-            self.loader.load_state_dict(shared["data"])
-        if len(snapshot.rank_states) == self.world.world_size:
-            random = snapshot.rank_states[self.world.rank]["random"]
-            RandomState(random["cpu"], random.get("cuda"), self.world.device).restore()
-        logger.info("resumed from %s after step %d", folder, snapshot.step)
-
-    def _check_fits(self, folder: Path, shared: dict[str, Any]) -> None:
-        expected = {
-            "model": self.config.model.name,
-            "data_fingerprint": self.plan.index.fingerprint,
-        }
-        for key, own in expected.items():
-            if shared[key] != own:
-                raise ValueError(
-                    f"--resume {folder}: the checkpoint's {key.replace('_', ' ')} is "
-                    f"{shared[key]}, this run's is {own}"
-                )
-
-    def _restore_temperature_optimizer(self, snapshot: Snapshot) -> None:
-        for name, parameter in self.temperature.named_parameters():
-            state = {
-                key: value.to(self.world.device)
-                for full_name, value in snapshot.optimizer.items()
-                for key, _, owner in [full_name.partition("/")]
-                if owner == name
-            }
-            if state:
-                steps = float(snapshot.shared["optimizer_steps"])
-                state["step"] = torch.tensor(steps)
-                self.temperature_optimizer.state[parameter] = state
+        self._is_save_wanted = False
+        with self.watchdog.phase("writing a checkpoint"):
+            self.writer.save(self.state.snapshot())
+        self._saved_step, self._saved_at = self.counters.step, time.monotonic()
 
     def export(self) -> Path | None:
         """Write the last checkpoint's weights as an open_clip file; main rank only."""
@@ -408,10 +410,6 @@ def _temperature_config(config: TrainConfig) -> TemperatureConfig:
     return replace(config.temperature, **getattr(config.loss, "temperature", {}))
 
 
-def _plain_name(moment: str) -> str:
-    return moment.replace("/clip.", "/", 1)
-
-
 def _is_due(step: int, every: int | None) -> bool:
     return every is not None and step > 0 and step % every == 0
 
@@ -419,6 +417,30 @@ def _is_due(step: int, every: int | None) -> bool:
 def _on_device(batch: Batch, device: torch.device) -> Pairs:
     moved = batch.to(device)
     return Pairs(moved.image, moved.text, moved.index)
+
+
+@dataclass(frozen=True)
+class _Watched:
+    """A strategy that is evaluated; every batch is progress."""
+
+    strategy: Strategy
+    watchdog: Watchdog
+
+    @property
+    def world(self) -> World:
+        return self.strategy.world
+
+    def encode(
+        self, image: Tensor | None, text: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        self.watchdog.tick()
+        return self.strategy.encode(image, text)
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        return self.strategy.evaluating()
+
+    def average_buffers(self) -> None:
+        self.strategy.average_buffers()
 
 
 class _Stopwatch:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-for folder in (".", "distributed"):
+for folder in (".", "distributed", "faults"):
     sys.path.insert(0, str(Path(__file__).parent / folder))
 
 from harness import start_forkserver  # noqa: E402

@@ -23,6 +23,9 @@ PRELOAD = [
     "torch._dynamo",
     "torch.fx.experimental.symbolic_shapes",
     "sympy",
+    "torch._inductor.compile_fx",
+    "torch.utils.tensorboard",
+    "open_clip",
 ]
 GROUP_TIMEOUT_SECONDS = 60
 

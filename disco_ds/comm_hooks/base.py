@@ -8,7 +8,7 @@ collective.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -75,6 +75,13 @@ class CommHook:
         """Numbers to log, each a mean over the steps since the last call."""
         return {}
 
+    def state(self) -> dict[str, Tensor]:
+        """What is carried from step to step on this rank, for a checkpoint."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Take over the :meth:`state` of the same rank of as many ranks."""
+
 
 def _nothing() -> None:
     return
@@ -111,6 +118,19 @@ class _Chain(CommHook):
 
     def metrics(self) -> dict[str, float]:
         return {key: value for hook in self.hooks for key, value in hook.metrics().items()}
+
+    def state(self) -> dict[str, Tensor]:
+        return {
+            f"{number}.{key}": value
+            for number, hook in enumerate(self.hooks)
+            for key, value in hook.state().items()
+        }
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        for number, hook in enumerate(self.hooks):
+            prefix = f"{number}."
+            own = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
+            hook.load_state(own)
 
 
 def compose(*hooks: CommHook) -> CommHook:

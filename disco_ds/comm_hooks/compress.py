@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -26,7 +28,7 @@ class CompressedReduction(CommHook):
             raise ValueError(f"CompressedReduction: dtype {dtype} is not 16 bits of float")
         self.dtype = dtype
         self.error_feedback = error_feedback
-        self._errors: dict[object, Tensor] = {}
+        self._errors: dict[str, Tensor] = {}
 
     def check(self, *, fp16: bool) -> None:
         """Refuse error feedback under a loss scale: the errors of two steps would not add up."""
@@ -45,10 +47,19 @@ class CompressedReduction(CommHook):
         if not self.error_feedback:
             reduction.send(exact.to(self.dtype))
             return
-        error = self._errors.get(reduction.key)
+        key = str(reduction.key)
+        error = self._errors.get(key)
         if error is not None and error.shape == exact.shape:
-            exact = exact + error
+            exact = exact + error.to(exact)
         rounded = exact.to(self.dtype)
         # The padding of a reduce-scatter may be NaN: it must not stay.
-        self._errors[reduction.key] = (exact - rounded).nan_to_num_(0.0, 0.0, 0.0)
+        self._errors[key] = (exact - rounded).nan_to_num_(0.0, 0.0, 0.0)
         reduction.send(rounded)
+
+    def state(self) -> dict[str, Tensor]:
+        """The rounding errors to add to the next step's gradients."""
+        return dict(self._errors)
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Continue with another run's errors."""
+        self._errors = dict(state)

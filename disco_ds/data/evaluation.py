@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import TypeVar
 
 from PIL.Image import Image
-from torch import Tensor
 
 from disco_ds.data.remote import is_local, local_path, open_shard
 from disco_ds.data.samples import SkipSampleError, decode_image, find_image
@@ -19,15 +19,19 @@ from disco_ds.distributed import World
 
 logger = logging.getLogger(__name__)
 
-EvaluationRow = tuple[int, Tensor, list[str], int | None]
+T = TypeVar("T")
 MAX_IMAGE_PIXELS = 178_956_970
 READ_TIMEOUT_SECONDS = 60.0
 
 
 def read_samples(
-    shards: Sequence[str], *, world: World, image_transform: Callable[[Image], Tensor]
-) -> Iterator[EvaluationRow]:
-    """Yield (row, image ``[3, S, S]``, captions, class) of the rows r with ``r % W == rank``.
+    shards: Sequence[str],
+    *,
+    world: World,
+    image_transform: Callable[[Image], T],
+    only: Container[int] | None = None,
+) -> Iterator[tuple[int, T, list[str], int | None]]:
+    """Yield (row, transformed image, captions, class) of the rows r with ``r % W == rank``.
 
     Rows count the samples of all shards in the order given; every rank reads all headers, and
     the data of its own rows. No collectives; ranks may differ by one row, or more where rows
@@ -37,19 +41,25 @@ def read_samples(
         shards: sources as for training; a folder of CLIP_benchmark (with ``test/nshards.txt``
             or ``nshards.txt``) stands for its ``0.tar`` to ``n-1.tar``.
         world: place of this rank.
-        image_transform: RGB image to tensor.
+        image_transform: of an RGB image, as stored: open_clip and CLIP_benchmark do not turn
+            photographs upright either, and their numbers are to be met.
+        only: leave all other rows out, too.
 
     Captions are the lines of ``.txt`` (none without); class is the number in ``.cls``, or None.
 
     Raises:
         ValueError: no such shard, or a shard is damaged: a metric over less would be wrong.
     """
+
+    def is_own(row: int) -> bool:
+        return row % world.world_size == world.rank and (only is None or row in only)
+
     row_offset, num_bad = 0, 0
     for url in evaluation_shards(shards):
         group = None
-        for group in _read_shard(url, row_offset, world):
+        for group in _read_shard(url, row_offset, is_own):
             row = row_offset + group.position
-            if row % world.world_size != world.rank:
+            if not is_own(row):
                 continue
             try:
                 yield (row, *_decode(group, image_transform))
@@ -88,22 +98,21 @@ def _read_count(path: Path) -> int:
         raise ValueError(f"{path}: not a number of shards") from error
 
 
-def _read_shard(url: str, row_offset: int, world: World) -> Iterator[Group]:
-    def is_own(position: int, suffix: str) -> bool:
-        return (row_offset + position) % world.world_size == world.rank
-
+def _read_shard(url: str, row_offset: int, is_own: Callable[[int], bool]) -> Iterator[Group]:
     try:
         stream, num_bytes = open_shard(url, timeout=READ_TIMEOUT_SECONDS)
         with closing(stream):
-            yield from read_groups(stream, num_bytes=num_bytes, wanted=is_own)
+            yield from read_groups(
+                stream,
+                num_bytes=num_bytes,
+                wanted=lambda position, suffix: is_own(row_offset + position),
+            )
     except (ShardError, OSError) as error:
         raise ValueError(f"{url}: {error}; evaluation needs whole shards") from error
 
 
-def _decode(
-    group: Group, image_transform: Callable[[Image], Tensor]
-) -> tuple[Tensor, list[str], int | None]:
-    image = decode_image(find_image(group.members), max_pixels=MAX_IMAGE_PIXELS)
+def _decode(group: Group, image_transform: Callable[[Image], T]) -> tuple[T, list[str], int | None]:
+    image = decode_image(find_image(group.members), max_pixels=MAX_IMAGE_PIXELS, upright=False)
     try:
         text = group.members.get("txt", b"").decode()
         label = group.members.get("cls")

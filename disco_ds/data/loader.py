@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import signal
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -26,6 +25,7 @@ from disco_ds.data.pipeline import BatchDataset, ImageTransform, Recipe, Tokeniz
 from disco_ds.data.planner import Planner, make_topology
 from disco_ds.data.state import LoaderState, Position, State, merge_states
 from disco_ds.distributed import World
+from disco_ds.preemption import obey_parent_only, shielded_children
 
 __all__ = ["Batch", "DataConfig", "TrainLoader", "check_feed"]
 
@@ -108,7 +108,7 @@ class TrainLoader:
             DataWorkerError: a worker failed or was killed.
         """
         self.close()
-        with _quiet_tokenizers():
+        with _quiet_tokenizers(), shielded_children():
             self._iterator = iter(self._data_loader())
         while self._iterator is not None:
             try:
@@ -230,7 +230,7 @@ class TrainLoader:
             collate_fn=_unchanged,
             prefetch_factor=self._config.prefetch_batches if workers else None,
             multiprocessing_context=self._config.start_method if workers else None,
-            worker_init_fn=_ignore_job_signals,
+            worker_init_fn=_obey_trainer_only,
             pin_memory=self._world.device.type == "cuda",
             # Its own generator: drawing the workers' seeds must not move the training's.
             generator=torch.Generator(),
@@ -251,10 +251,9 @@ def _next(iterator: Iterator[Delivery | Failure]) -> Delivery:
     raise DataWorkerError(f"a data worker failed: {item.message}")
 
 
-def _ignore_job_signals(worker: int) -> None:
+def _obey_trainer_only(worker: int) -> None:
     """Leave Ctrl-C and a scheduler's warnings, which reach all processes, to the trainer."""
-    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
+    obey_parent_only()
 
 
 def _unchanged(item: Any) -> Any:

@@ -47,15 +47,16 @@ def find_image(members: Mapping[str, bytes]) -> bytes:
 
 
 def decode_image(
-    content: bytes, *, max_pixels: int, smallest_side: int | None = None
+    content: bytes, *, max_pixels: int, smallest_side: int | None = None, upright: bool = True
 ) -> Image.Image:
-    """Decode an image of any format and mode to RGB, upright.
+    """Decode an image of any format and mode to RGB.
 
     Args:
         content: the encoded image.
         max_pixels: more than this, by the header, is refused without decoding.
         smallest_side: JPEGs may be decoded at 1/2, 1/4 or 1/8 of their size (by the decoder,
             which is faster) as long as the shorter side keeps this many pixels.
+        upright: turn it as its EXIF orientation says.
 
     Raises:
         SkipSampleError: ``huge_image`` or ``bad_image``.
@@ -67,7 +68,8 @@ def decode_image(
         if smallest_side is not None and image.format == "JPEG":
             image.draft("RGB", (smallest_side, smallest_side))
         image.load()
-        ImageOps.exif_transpose(image, in_place=True)
+        if upright:
+            ImageOps.exif_transpose(image, in_place=True)
         return image if image.mode == "RGB" else _to_rgb(image)
     except SkipSampleError:
         raise

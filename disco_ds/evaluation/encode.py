@@ -1,24 +1,46 @@
 """Encodes a stream of evaluation rows on all ranks without ever making one wait for ever.
 
 Sharded engines need the same number of forwards on every rank. Before each batch the ranks ask
-whether anyone has rows left; those that have none encode a dummy row and throw it away.
+whether anyone has rows left; those that have none encode a dummy batch and throw it away. Every
+forward has the full batch size, padded with rows that are thrown away: kernels choose their
+order of summation by shape, and a row must not depend on how many ranks share the work.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from itertools import islice
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from disco_ds.distributed import World
-from disco_ds.strategies.base import Strategy
+from disco_ds.distributed import World, agree_on_error
 
 T = TypeVar("T")
+Tokenize = Callable[[list[str]], Tensor]
+
+
+class Encoder(Protocol):
+    """What evaluation asks of a model: any :class:`disco_ds.strategies.base.Strategy` has it."""
+
+    @property
+    def world(self) -> World:
+        """This process among those that share the work."""
+
+    def encode(
+        self, image: Tensor | None, text: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Features ``[b, d]``, not normalised. Collective."""
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Without gradients and without dropout."""
+
+    def average_buffers(self) -> None:
+        """Average BatchNorm's statistics over ranks."""
 
 
 class EvalSample(NamedTuple):
@@ -30,63 +52,95 @@ class EvalSample(NamedTuple):
     label: int | None
 
 
+NOTHING, ROWS, ERROR = range(3)
+
+
 def lockstep_batches(rows: Iterable[T], size: int, world: World) -> Iterator[list[T]]:
     """Batches of this rank's rows, the same number on every rank (empty ones at the end).
 
     One all-reduce of one number per batch.
+
+    Raises:
+        AgreedError: on all ranks, when reading fails on any.
     """
     iterator = iter(rows)
     while True:
-        batch = list(islice(iterator, size))
-        if not _any_rank(bool(batch), world):
+        batch, error = _next_batch(iterator, size)
+        own = ERROR if error is not None else ROWS if batch else NOTHING
+        most = _maximum(own, world)
+        if most == ERROR:
+            agree_on_error(error, world)
+        if most == NOTHING:
             return
         yield batch
 
 
-def _any_rank(flag: bool, world: World) -> bool:
+def _next_batch(iterator: Iterator[T], size: int) -> tuple[list[T], Exception | None]:
+    try:
+        return list(islice(iterator, size)), None
+    except Exception as error:  # the others must hear of it, whatever it is
+        return [], error
+
+
+def _maximum(number: int, world: World) -> int:
     if world.world_size == 1:
-        return flag
-    total = torch.tensor(int(flag), device=world.device)
-    dist.all_reduce(total, op=dist.ReduceOp.MAX)
-    return bool(total.item())
+        return number
+    largest = torch.tensor(number, device=world.device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return int(largest.item())
 
 
-def encode_images(strategy: Strategy, images: list[Tensor], image_size: tuple[int, int]) -> Tensor:
-    """Unit-norm fp32 features ``[n, d]`` on the CPU; with no images a dummy forward, ``[0, d]``."""
-    batch = torch.stack(images) if images else torch.zeros(1, 3, *image_size)
-    features, _ = strategy.encode(batch.to(strategy.world.device), None)
+def encode_images(
+    encoder: Encoder, images: Sequence[Tensor], image_size: tuple[int, int], batch_size: int
+) -> Tensor:
+    """Unit-norm fp32 features ``[n, d]`` on the CPU of n <= batch_size images; n may be 0."""
+    batch = torch.zeros(batch_size, 3, *image_size)
+    for row, image in enumerate(images):
+        batch[row] = image
+    features, _ = encoder.encode(batch.to(encoder.world.device), None)
     assert features is not None
-    return F.normalize(features.float(), dim=-1)[: len(images)].cpu()
+    return F.normalize(features[: len(images)].float(), dim=-1).cpu()
 
 
-def encode_tokens(strategy: Strategy, tokens: Tensor) -> Tensor:
-    """Unit-norm fp32 features ``[n, d]`` on the CPU; tokens of shape ``[0, L]`` are a dummy."""
-    batch = tokens if len(tokens) else tokens.new_ones(1, tokens.shape[1])
-    _, features = strategy.encode(None, batch.to(strategy.world.device))
-    assert features is not None
-    return F.normalize(features.float(), dim=-1)[: len(tokens)].cpu()
+def encode_captions(
+    encoder: Encoder, captions: Sequence[str], tokenize: Tokenize, batch_size: int
+) -> Tensor:
+    """Unit-norm fp32 features ``[n, d]`` on the CPU of this rank's captions; n may be 0."""
+    parts = []
+    for batch in lockstep_batches(captions, batch_size, encoder.world):
+        tokens = tokenize(batch + [""] * (batch_size - len(batch)))
+        _, features = encoder.encode(None, tokens.to(encoder.world.device))
+        assert features is not None
+        parts.append(F.normalize(features[: len(batch)].float(), dim=-1).cpu())
+    return torch.cat(parts) if parts else torch.zeros(0, 0)
 
 
-def encode_texts(strategy: Strategy, tokens: Tensor, batch_size: int) -> Tensor:
-    """Features of the same ``[n, L]`` tokens on every rank, the work shared. ``[n, d]``, CPU.
+def encode_shared(
+    encoder: Encoder, captions: Sequence[str], tokenize: Tokenize, batch_size: int
+) -> Tensor:
+    """Features of the same captions on every rank, the work shared: ``[n, d]``, CPU.
 
     One all-gather of all features.
     """
-    world = strategy.world
-    own = tokens[world.rank :: world.world_size]
-    parts = [
-        encode_tokens(strategy, torch.stack(rows) if rows else tokens[:0])
-        for rows in lockstep_batches(own, batch_size, world)
-    ]
-    gathered = all_gather_rows(torch.cat(parts), world)
-    features = torch.empty(len(tokens), gathered[0].shape[1])
+    world = encoder.world
+    own = encode_captions(encoder, captions[world.rank :: world.world_size], tokenize, batch_size)
+    gathered = all_gather_rows(own, world)
+    features = torch.empty(len(captions), gathered[0].shape[1])
     for rank, rows in enumerate(gathered):
         features[rank :: world.world_size] = rows
     return features
 
 
+def similarity(queries: Tensor, keys: Tensor) -> Tensor:
+    """Inner products ``[q, k]`` of fp32 rows, summed in fp64 and rounded to fp32.
+
+    So that equal features tie whatever the shapes, and no ranking hangs on rounding.
+    """
+    return (queries.double() @ keys.double().T).float()
+
+
 def all_gather_rows(rows: Tensor, world: World) -> list[Tensor]:
-    """Every rank's ``[n_r, ...]`` rows in rank order; n_r may differ and may be 0.
+    """Every rank's ``[n_r, ...]`` rows in rank order, on the CPU; n_r may differ and may be 0.
 
     One all-gather of the counts, one of the padded rows.
     """

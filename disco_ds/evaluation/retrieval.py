@@ -2,101 +2,159 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from disco_ds.distributed import World
+from disco_ds.distributed import World, sum_over_ranks
 from disco_ds.evaluation.encode import (
+    Encoder,
     EvalSample,
+    Tokenize,
     all_gather_rows,
+    encode_captions,
     encode_images,
-    encode_tokens,
     lockstep_batches,
 )
-from disco_ds.strategies.base import Strategy
+from disco_ds.evaluation.ranking import (
+    Ranking,
+    Side,
+    captions_side,
+    images_side,
+    rank_answers,
+)
 
 RECALLS = (1, 5, 10)
 
 
+@dataclass(frozen=True)
+class Example:
+    """One query and its highest answers, for people to look at."""
+
+    place: int
+    rank: int
+    """0: the best answer is right."""
+    answers: tuple[int, ...]
+    scores: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class RetrievalResult:
+    """Numbers, and the best and worst queries of each direction; the same on every rank."""
+
+    values: dict[str, float]
+    best: dict[str, list[Example]]
+    worst: dict[str, list[Example]]
+
+
 def evaluate_retrieval(
-    strategy: Strategy,
+    encoder: Encoder,
     samples: Iterable[EvalSample],
     *,
-    tokenize: Callable[[list[str]], Tensor],
+    tokenize: Tokenize,
     image_size: tuple[int, int],
     batch_size: int,
     chunk_size: int = 1024,
-) -> dict[str, float]:
+    num_examples: int = 4,
+) -> RetrievalResult:
     """Recall of images by text and texts by image over all ranks' samples.
 
     Each sample is an image with one or more captions. A query scores by its best-ranked correct
-    answer; equal similarities rank by row. Collective; the result is the same on every rank and
-    for every number of ranks. Memory: features of all pairs plus ``chunk_size x N`` similarities.
+    answer; equal similarities rank by row, then by caption. Collective; the result is the same on
+    every rank and for every number of ranks. Memory: features of this rank's samples,
+    ``chunk_size`` features of another rank and ``chunk_size x chunk_size`` similarities.
 
     Raises:
-        ValueError: no sample has a caption.
+        ValueError: the set is empty, or no sample has a caption.
     """
-    world = strategy.world
-    rows: list[Tensor] = []
-    images, texts, owners = [], [], []
-    with strategy.evaluating():
-        for batch in lockstep_batches(samples, batch_size, world):
-            captions = [caption for sample in batch for caption in sample.captions]
-            rows.append(torch.tensor([s.row for s in batch], dtype=torch.int64))
-            owners.append(
-                torch.tensor([s.row for s in batch for _ in s.captions], dtype=torch.int64)
-            )
-            images.append(encode_images(strategy, [s.image for s in batch], image_size))
-            tokens = tokenize(captions or [""])[: len(captions)]
-            texts.append(encode_tokens(strategy, tokens))
-    if not rows:
+    world = encoder.world
+    images, texts = _encode(encoder, samples, tokenize, image_size, batch_size)
+    num_images, num_texts = sum_over_ranks([len(images.rows), len(texts.rows)], world)
+    if not num_images:
         raise ValueError("the retrieval set is empty")
-    image_ids, image_features = _in_row_order(torch.cat(rows), torch.cat(images), world)
-    text_ids, text_features = _in_row_order(torch.cat(owners), torch.cat(texts), world)
-    if not len(text_ids):
+    if not num_texts:
         raise ValueError("no sample of the retrieval set has a caption")
-    to_text = best_ranks(image_features, text_features, image_ids, text_ids, chunk_size=chunk_size)
-    to_image = best_ranks(text_features, image_features, text_ids, image_ids, chunk_size=chunk_size)
-    return {
-        **_summary("image_to_text", to_text),
-        **_summary("text_to_image", to_image),
-        "num_images": float(len(image_ids)),
-        "num_texts": float(len(text_ids)),
-    }
+    values: dict[str, float] = {}
+    best, worst = {}, {}
+    for direction, queries, keys in (
+        ("image_to_text", images, texts),
+        ("text_to_image", texts, images),
+    ):
+        ranking = rank_answers(queries, keys, world, chunk_size=chunk_size)
+        places, whole = _in_order(queries.places, ranking, world)
+        values |= _summary(direction, whole.ranks)
+        best[direction], worst[direction] = _extremes(places, whole, num_examples)
+    values |= {"num_images": num_images, "num_texts": num_texts}
+    return RetrievalResult(values, best, worst)
 
 
-def best_ranks(
-    queries: Tensor, keys: Tensor, query_ids: Tensor, key_ids: Tensor, *, chunk_size: int
-) -> Tensor:
-    """0-based rank of each query's best relevant key, int64 ``[q]``.
+def _encode(
+    encoder: Encoder,
+    samples: Iterable[EvalSample],
+    tokenize: Tokenize,
+    image_size: tuple[int, int],
+    batch_size: int,
+) -> tuple[Side, Side]:
+    """This rank's images and captions."""
+    rows: list[int] = []
+    captions: list[tuple[int, int, str]] = []
+    features = [torch.zeros(0, 0)]
+    with encoder.evaluating():
+        for batch in lockstep_batches(samples, batch_size, encoder.world):
+            rows += [sample.row for sample in batch]
+            captions += [(s.row, n, text) for s in batch for n, text in enumerate(s.captions)]
+            found = encode_images(encoder, [s.image for s in batch], image_size, batch_size)
+            features.append(found)
+        texts = encode_captions(encoder, [text for *_, text in captions], tokenize, batch_size)
+    whole = torch.cat(features[1:]) if features[1:] else features[0]
+    numbers = torch.tensor([(row, n) for row, n, _ in captions], dtype=torch.int64).view(-1, 2)
+    images = images_side(whole, torch.tensor(rows, dtype=torch.int64))
+    return images, captions_side(texts, *numbers.T.contiguous())
 
-    A key is relevant when its id equals the query's. Keys with a higher similarity come first,
-    equal ones in their order. Queries without a relevant key get rank k.
-    """
-    ranks = [torch.zeros(0, dtype=torch.int64)]
-    position = torch.arange(len(keys))
-    for start in range(0, len(queries), chunk_size):
-        similarity = queries[start : start + chunk_size] @ keys.T
-        relevant = query_ids[start : start + chunk_size, None] == key_ids[None, :]
-        best = similarity.masked_fill(~relevant, -torch.inf).max(dim=1, keepdim=True).values
-        first = ((similarity == best) & relevant).int().argmax(dim=1, keepdim=True)
-        ahead = (similarity > best) | ((similarity == best) & (position < first))
-        rank = ahead.sum(dim=1)
-        rank[~relevant.any(dim=1)] = len(keys)
-        ranks.append(rank)
-    return torch.cat(ranks)
 
-
-def _in_row_order(rows: Tensor, features: Tensor, world: World) -> tuple[Tensor, Tensor]:
-    all_rows = torch.cat(all_gather_rows(rows, world))
-    all_features = torch.cat(all_gather_rows(features, world))
-    order = torch.argsort(all_rows, stable=True)
-    return all_rows[order], all_features[order]
+def _in_order(places: Tensor, ranking: Ranking, world: World) -> tuple[Tensor, Ranking]:
+    """All ranks' results in the order of places: a few numbers per query."""
+    all_places = torch.cat(all_gather_rows(places, world))
+    order = torch.argsort(all_places)
+    whole = (torch.cat(all_gather_rows(part, world))[order] for part in ranking)
+    return all_places[order], Ranking(*whole)
 
 
 def _summary(direction: str, ranks: Tensor) -> dict[str, float]:
     result = {f"{direction}_R@{k}": float((ranks < k).double().mean()) for k in RECALLS}
-    result[f"{direction}_median_rank"] = float(ranks.double().median()) + 1
+    result[f"{direction}_median_rank"] = float(median_rank(ranks))
     return result
+
+
+def median_rank(ranks: Tensor) -> int:
+    """Median of 0-based ranks, rounded down, counted from 1: as open_clip has it."""
+    values = ranks.sort().values
+    middle = int(values[(len(values) - 1) // 2] + values[len(values) // 2]) // 2
+    return middle + 1
+
+
+def _extremes(places: Tensor, ranking: Ranking, count: int) -> tuple[list[Example], list[Example]]:
+    """Right answers found first and surest, and those found last; ties by place."""
+    by_score = torch.argsort(ranking.best, descending=True, stable=True)
+    by_rank = by_score[torch.argsort(ranking.ranks[by_score], stable=True)]
+    best = [row for row in by_rank.tolist() if ranking.ranks[row] == 0][:count]
+    last = torch.argsort(ranking.ranks, descending=True, stable=True).tolist()
+    worst = [row for row in last if ranking.ranks[row] > 0][:count]
+    return (
+        [_example(places, ranking, row) for row in best],
+        [_example(places, ranking, row) for row in worst],
+    )
+
+
+def _example(places: Tensor, ranking: Ranking, row: int) -> Example:
+    answers = ranking.top_places[row].tolist()
+    kept = [position for position, place in enumerate(answers) if place >= 0]
+    scores = ranking.top_scores[row].tolist()
+    return Example(
+        int(places[row]),
+        int(ranking.ranks[row]),
+        tuple(answers[position] for position in kept),
+        tuple(scores[position] for position in kept),
+    )

@@ -1,125 +1,143 @@
-"""Zero-shot classification over a folder as CLIP_benchmark lays out its webdataset test sets::
-
-FOLDER/classnames.txt                            one class a line
-FOLDER/zeroshot_classification_templates.txt     one caption a line, {c} is the class
-FOLDER/test/nshards.txt, FOLDER/test/0.tar ...   image and .cls members
-"""
+"""Zero-shot classification: one text prototype per class, images go to the nearest."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from disco_ds.distributed import agree_on_error, sum_over_ranks
-from disco_ds.evaluation.encode import EvalSample, encode_images, encode_texts, lockstep_batches
-from disco_ds.strategies.base import Strategy
+from disco_ds.distributed import agree_on_error, gather_objects, sum_over_ranks
+from disco_ds.evaluation.encode import (
+    Encoder,
+    EvalSample,
+    Tokenize,
+    encode_images,
+    encode_shared,
+    lockstep_batches,
+    similarity,
+)
+from disco_ds.evaluation.tasks import ZeroShotTask, empty_classes_error, wrong_label_error
 
-CLASS_FILE = "classnames.txt"
-TEMPLATE_FILE = "zeroshot_classification_templates.txt"
+TOP = 5
 
 
 @dataclass(frozen=True)
-class ZeroShotTask:
-    """Class names, caption templates and the shards of one test set."""
+class Confusion:
+    """Images of one class that were taken for another."""
 
-    name: str
-    classes: tuple[str, ...]
-    templates: tuple[str, ...]
-    shards: tuple[str, ...]
-
-    @classmethod
-    def from_folder(cls, folder: Path) -> ZeroShotTask:
-        """Read a task.
-
-        Raises:
-            ValueError: a file of the layout is missing, or there is no class.
-        """
-        classes = _lines(folder / CLASS_FILE)
-        templates = _lines(folder / TEMPLATE_FILE)
-        count = _lines(folder / "test" / "nshards.txt")[0]
-        if not count.isdigit():
-            raise ValueError(f"{folder / 'test' / 'nshards.txt'}: {count!r} is not a number")
-        if without := [t for t in templates if "{c}" not in t]:
-            raise ValueError(f"{folder / TEMPLATE_FILE}: no {{c}} in the template {without[0]!r}")
-        shards = tuple(str(folder / "test" / f"{number}.tar") for number in range(int(count)))
-        if missing := [shard for shard in shards if not Path(shard).is_file()]:
-            raise ValueError(f"zero-shot set: no shard {missing[0]} (nshards.txt says {count})")
-        return cls(folder.name, classes, templates, shards)
+    truth: str
+    answer: str
+    count: int
+    share: float
+    """Of all images of the class."""
 
 
-def _lines(path: Path) -> tuple[str, ...]:
-    try:
-        lines = tuple(line.strip() for line in path.read_text().splitlines() if line.strip())
-    except OSError as error:
-        raise ValueError(f"zero-shot set: cannot read {path} ({error.strerror})") from error
-    if not lines:
-        raise ValueError(f"zero-shot set: {path} is empty")
-    return lines
+@dataclass(frozen=True)
+class ZeroShotResult:
+    """Numbers, per class too; the same on every rank."""
+
+    values: dict[str, float]
+    total: tuple[int, ...]
+    """Images of each class."""
+    correct: tuple[int, ...]
+    """Those whose first answer is right."""
+    confusions: list[Confusion]
+    """The most frequent mistakes, the largest share of a class first."""
 
 
 def evaluate_zero_shot(
-    strategy: Strategy,
+    encoder: Encoder,
     task: ZeroShotTask,
     samples: Iterable[EvalSample],
     *,
-    tokenize: Callable[[list[str]], Tensor],
+    tokenize: Tokenize,
     image_size: tuple[int, int],
     batch_size: int,
-) -> dict[str, float]:
-    """Top-1, top-5 and mean per-class accuracy over all ranks' samples.
+    num_confusions: int = 10,
+) -> ZeroShotResult:
+    """Top-1, top-5 (from 5 classes on) and mean per-class accuracy over all ranks' samples.
 
-    Collective; the result is the same on every rank and for every number of ranks.
+    Equal scores rank by class. Collective; the result is the same on every rank and for every
+    number of ranks.
 
     Raises:
-        ValueError: a label lies outside the classes, or there are no labelled samples.
+        ValueError: a label lies outside the classes, or a class has no image.
     """
-    with strategy.evaluating():
-        weights = _class_weights(strategy, task, tokenize, batch_size)
+    world, num_classes = encoder.world, len(task.classes)
+    with encoder.evaluating():
+        weights = _class_weights(encoder, task, tokenize, batch_size)
         wrong: ValueError | None = None
-        counts = torch.zeros(3, len(task.classes), dtype=torch.float64)
-        for batch in lockstep_batches(samples, batch_size, strategy.world):
-            features = encode_images(strategy, [s.image for s in batch], image_size)
-            for sample, row in zip(batch, features, strict=True):
-                label = sample.label
-                if label is None or not 0 <= label < len(task.classes):
-                    wrong = wrong or _wrong_label(sample, task)
-                    continue
-                order = torch.argsort(weights @ row, descending=True, stable=True)
-                counts[0, label] += 1
-                counts[1, label] += float(order[0] == label)
-                counts[2, label] += float((order[:5] == label).any())
-    agree_on_error(wrong, strategy.world)
-    flat = sum_over_ranks(counts.flatten().tolist(), strategy.world)
+        counts = torch.zeros(3, num_classes, dtype=torch.float64)
+        mistakes: Counter[tuple[int, int]] = Counter()
+        for batch in lockstep_batches(samples, batch_size, world):
+            features = encode_images(encoder, [s.image for s in batch], image_size, batch_size)
+            odd = [s for s in batch if s.label is None or not 0 <= s.label < num_classes]
+            if odd:
+                wrong = wrong or wrong_label_error(task, odd[0].row, odd[0].label)
+                continue
+            labels = torch.tensor([s.label for s in batch], dtype=torch.int64)
+            _count(similarity(features, weights), labels, counts, mistakes)
+    agree_on_error(wrong, world)
+    flat = sum_over_ranks(counts.flatten().tolist(), world)
     total, top1, top5 = torch.tensor(flat, dtype=torch.float64).view(3, -1)
     if not total.sum():
         raise ValueError(f"zero-shot set {task.name}: no labelled sample in its shards")
-    present = total > 0
-    return {
-        "top1": float(top1.sum() / total.sum()),
-        "top5": float(top5.sum() / total.sum()),
-        "mean_per_class": float((top1[present] / total[present]).mean()),
-        "chance": 1 / len(task.classes),
+    if empty := (total == 0).nonzero().flatten().tolist():
+        raise empty_classes_error(task, empty)
+    values = {"top1": float(top1.sum() / total.sum())}
+    if num_classes >= TOP:
+        values["top5"] = float(top5.sum() / total.sum())
+    values |= {
+        "mean_per_class": float((top1 / total).mean()),
+        "chance": 1 / num_classes,
         "num_images": float(total.sum()),
     }
+    all_mistakes: Counter[tuple[int, int]] = sum(gather_objects(mistakes, world), Counter())
+    return ZeroShotResult(
+        values,
+        tuple(int(n) for n in total.tolist()),
+        tuple(int(n) for n in top1.tolist()),
+        _worst(all_mistakes, total, task, num_confusions),
+    )
+
+
+def _count(
+    scores: Tensor, labels: Tensor, counts: Tensor, mistakes: Counter[tuple[int, int]]
+) -> None:
+    """Add a batch: ``scores [b, classes]``; one that is not a number is no right answer."""
+    if not len(labels):
+        return
+    own = scores.gather(1, labels[:, None])
+    position = torch.arange(scores.shape[1])
+    ahead = (scores > own) | ((scores == own) & (position < labels[:, None]))
+    rank = ahead.sum(dim=1)
+    rank[torch.isnan(own[:, 0])] = scores.shape[1]
+    for row, hit in enumerate((torch.ones_like(rank), rank == 0, rank < TOP)):
+        counts[row].index_add_(0, labels, hit.double())
+    answers = scores.nan_to_num(-torch.inf).argmax(dim=1)
+    pairs = zip(labels.tolist(), answers.tolist(), strict=True)
+    mistakes.update(pair for pair in pairs if pair[0] != pair[1])
 
 
 def _class_weights(
-    strategy: Strategy, task: ZeroShotTask, tokenize: Callable[[list[str]], Tensor], size: int
+    encoder: Encoder, task: ZeroShotTask, tokenize: Tokenize, batch_size: int
 ) -> Tensor:
     """``[classes, d]``: the normalised mean of each class's normalised captions."""
-    captions = [t.replace("{c}", name) for name in task.classes for t in task.templates]
-    features = encode_texts(strategy, tokenize(captions), size)
+    captions = [task.caption(t, name) for name in task.classes for t in task.templates]
+    features = encode_shared(encoder, captions, tokenize, batch_size)
     per_class = features.view(len(task.classes), len(task.templates), -1).mean(dim=1)
     return F.normalize(per_class, dim=-1)
 
 
-def _wrong_label(sample: EvalSample, task: ZeroShotTask) -> ValueError:
-    return ValueError(
-        f"zero-shot set {task.name}: row {sample.row} has label {sample.label}, "
-        f"but there are {len(task.classes)} classes"
-    )
+def _worst(
+    mistakes: Counter[tuple[int, int]], total: Tensor, task: ZeroShotTask, limit: int
+) -> list[Confusion]:
+    found = [
+        Confusion(task.classes[truth], task.classes[answer], count, count / float(total[truth]))
+        for (truth, answer), count in sorted(mistakes.items())
+    ]
+    return sorted(found, key=lambda c: (-c.share, -c.count))[:limit]

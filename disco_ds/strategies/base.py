@@ -31,7 +31,7 @@ class StepResult:
     """Global gradient norm of the encoders before clipping; infinite or NaN when skipped."""
 
     skipped: bool
-    """True when the engine refused the step (overflow); nothing was changed then."""
+    """True when the gradients were not finite; nothing was changed then."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,9 @@ class EngineState:
 
     optimizer_steps: int
     """Steps the optimizer has taken (Adam's bias correction)."""
+
+    loss_scale: dict[str, float] | None = None
+    """fp16's dynamic scale: ``value`` and ``good_steps`` since its last change."""
 
 
 class Strategy(ABC):
@@ -82,6 +85,14 @@ class Strategy(ABC):
     def hookable(self) -> Any:
         """What :func:`register_comm_hook` takes; None where no gradients travel."""
 
+    def rehearse(self, image: Tensor, text: Tensor) -> None:
+        """Reach the layout of communication that later steps have, before a state is loaded.
+
+        With it, a resumed run adds in the same order as the uninterrupted one. Nothing to do for
+        most engines. Collective.
+        """
+        return
+
     def attach_hook(self, hook: CommHook, loss: nn.Module) -> None:
         """Let a communication hook decide how gradients travel, from now on.
 
@@ -93,6 +104,15 @@ class Strategy(ABC):
             hook.bind(loss, self.process_group)
         else:
             self._handle = register_comm_hook(self.hookable, hook, loss=loss)
+
+    def hook_state(self) -> dict[str, Tensor]:
+        """What the hook carries from step to step on this rank."""
+        return {} if self._hook is None else self._hook.state()
+
+    def load_hook_state(self, state: Mapping[str, Tensor]) -> None:
+        """Take over the :meth:`hook_state` of the same rank of as many ranks."""
+        if self._hook is not None:
+            self._hook.load_state(state)
 
     def hook_metrics(self) -> dict[str, float]:
         """What the hook has to log; nothing without one."""
@@ -111,6 +131,15 @@ class Strategy(ABC):
 
         Collective: all ranks call it equally often, with any batch sizes.
         """
+
+    @property
+    def has_whole_parameters(self) -> bool:
+        """Every rank holds all of every parameter between steps."""
+        return True
+
+    def computing(self) -> AbstractContextManager[object]:
+        """Surround a direct call of :attr:`module` to compute in the strategy's precision."""
+        return nullcontext()
 
     def accumulate(self) -> AbstractContextManager[None]:
         """Surround the backward calls of one step; gradients are reduced once."""

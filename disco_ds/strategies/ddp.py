@@ -6,7 +6,8 @@ import inspect
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from disco_ds.models import Encoders
@@ -32,6 +33,12 @@ class DDPStrategy(PlainStrategy):
             device_ids=[device.index] if device.type == "cuda" else None,
             **_options(),
         )
+
+    def rehearse(self, image: Tensor, text: Tensor) -> None:
+        """One throw-away step: DDP regroups gradients after its first, and sums them otherwise."""
+        features = [part for part in self.model(image, text) if part.requires_grad]
+        torch.stack([part.float().sum() for part in features]).sum().backward()
+        self.optimizer.zero_grad(set_to_none=True)
 
     def micro_batch(self, *, is_last: bool) -> AbstractContextManager[None]:
         """DDP decides in the forward whether the backward reduces: ``no_sync`` spans both."""

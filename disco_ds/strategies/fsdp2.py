@@ -50,6 +50,11 @@ class FSDP2Strategy(PlainStrategy):
         fully_shard(encoders, **shard)
         return encoders
 
+    @property
+    def has_whole_parameters(self) -> bool:
+        """Shards."""
+        return False
+
     def _precision_policy(self) -> MixedPrecisionPolicy:
         if self.precision == "fp32":
             return MixedPrecisionPolicy()

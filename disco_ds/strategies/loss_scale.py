@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 
 class LossScale:
     """A power of two that lifts small fp16 gradients over the underflow limit.
 
     The global gradient norm says whether a step overflowed, so all ranks skip together, whatever
     part of the model each of them holds (torch's GradScaler asks every rank's own gradients).
-    Not part of checkpoints: a resumed run finds its scale again within a few skipped steps.
 
     Args:
         initial: scale of the first step.
@@ -21,6 +22,14 @@ class LossScale:
         self.value = initial
         self.growth_interval = growth_interval
         self._good_steps = 0
+
+    def state(self) -> dict[str, float]:
+        """For a checkpoint."""
+        return {"value": self.value, "good_steps": self._good_steps}
+
+    def load_state(self, state: Mapping[str, float]) -> None:
+        """Continue from a :meth:`state`, of DeepSpeed's scaler too."""
+        self.value, self._good_steps = state["value"], int(state["good_steps"])
 
     def update(self, *, overflow: bool) -> None:
         """Halve after an overflow, double after many good steps.

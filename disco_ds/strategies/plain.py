@@ -83,6 +83,10 @@ class PlainStrategy(Strategy):
             features: tuple[Tensor | None, Tensor | None] = self.model(image, text)
             return features
 
+    def computing(self) -> AbstractContextManager[object]:
+        """torch's autocast."""
+        return self._autocast()
+
     def _autocast(self) -> AbstractContextManager[object]:
         if self.precision == "fp32":
             return nullcontext()
@@ -94,11 +98,11 @@ class PlainStrategy(Strategy):
         (surrogate * scale).backward()
 
     def step(self, lr: float) -> StepResult:
-        """Clip by the global norm, update, clear; with fp16, skip when the norm is not finite."""
+        """Clip by the global norm, update, clear; skip when the norm is not finite."""
         gradients = [p.grad for p in self._trainable().values() if p.grad is not None]
         scale = self.loss_scale.value if self.loss_scale else 1.0
         norm = self._global_norm(gradients) / scale
-        skipped = self.loss_scale is not None and not math.isfinite(norm)
+        skipped = not math.isfinite(norm)
         if not skipped:
             self._scale_gradients(gradients, norm, scale)
             set_learning_rate(self.optimizer, lr)
@@ -129,7 +133,8 @@ class PlainStrategy(Strategy):
 
     def state(self) -> EngineState:
         """Copies of parameters, buffers and moments, on the CPU; kept on the main rank."""
-        state = EngineState({}, {}, self.optimizer_steps)
+        scale = self.loss_scale.state() if self.loss_scale else None
+        state = EngineState({}, {}, self.optimizer_steps, scale)
         for name, tensor in self._weights().items():
             self._keep(state.parameters, name, tensor)
         for name, parameter in self._trainable().items():
@@ -163,3 +168,5 @@ class PlainStrategy(Strategy):
                 self.optimizer.state[parameter] = {"step": step, **own}
         set_step_count(self.optimizer, state.optimizer_steps)
         self.optimizer_steps = state.optimizer_steps
+        if self.loss_scale is not None and state.loss_scale is not None:
+            self.loss_scale.load_state(state.loss_scale)

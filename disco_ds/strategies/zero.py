@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -70,6 +71,7 @@ class ZeroStrategy(Strategy):
         optimizer = build_optimizer(optim, parameter_groups(encoders, optim))
         self.module = encoders
         self.engine = self._initialize(encoders, optimizer)
+        self._refuse_nonfinite_gradients()
         self.optimizer_steps = 0
 
     def _initialize(self, encoders: Encoders, optimizer: torch.optim.Optimizer) -> Any:
@@ -80,12 +82,22 @@ class ZeroStrategy(Strategy):
         )
         return engine
 
+    def _refuse_nonfinite_gradients(self) -> None:
+        """Stages 1 and 2 look at the gradients before a step with fp16 only, unless told to."""
+        if hasattr(self.engine.optimizer, "check_grad_overflow"):
+            self.engine.optimizer.check_grad_overflow = True
+
     def encode(
         self, image: Tensor | None, text: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
         """Features ``[b, d]``, not normalised, through ``engine.forward``."""
         features: tuple[Tensor | None, Tensor | None] = self.engine(image, text)
         return features
+
+    @property
+    def has_whole_parameters(self) -> bool:
+        """Stage 3 spreads them."""
+        return self.stage < 3
 
     @property
     def hookable(self) -> Any:
@@ -119,6 +131,10 @@ class ZeroStrategy(Strategy):
         set_learning_rate(self.engine.optimizer, lr)
         # Stage 0 computes no norm unless it clips, and then returns it too late to be trusted.
         norm = _gradient_norm(self.module) if self.stage == 0 else None
+        if norm is not None and not math.isfinite(norm) and self._loss_scaler is None:
+            self.engine.zero_grad()
+            self.engine.optimizer.zero_grad(set_to_none=True)
+            return StepResult(grad_norm=norm, skipped=True)
         self._step_engine()
         if not self.engine.was_step_applied():
             return StepResult(grad_norm=float("inf"), skipped=True)
@@ -157,7 +173,7 @@ class ZeroStrategy(Strategy):
         if self.world.is_main:
             for name, buffer in persistent_buffers(self.module).items():
                 parameters[name] = buffer.detach().cpu().clone()
-        return EngineState(parameters, moments, self.optimizer_steps)
+        return EngineState(parameters, moments, self.optimizer_steps, self._scale_state())
 
     def load_state(self, state: EngineState) -> None:
         """Write weights, fp32 masters and moments of every rank's own partition."""
@@ -171,6 +187,28 @@ class ZeroStrategy(Strategy):
             for key in keys:
                 self._set_partition(parameter, state.moments[f"{key}/{name}"], key)
         self.optimizer_steps = state.optimizer_steps
+        self._load_scale(state.loss_scale)
+
+    @property
+    def _loss_scaler(self) -> Any:
+        """What holds fp16's dynamic loss scale; None with another precision."""
+        for name in ("loss_scaler", "loss_scale_config"):  # stages 1 to 3; stage 0
+            holder = getattr(self.engine.optimizer, name, None)
+            if getattr(holder, "last_overflow_iter", None) is not None:
+                return holder
+        return None
+
+    def _scale_state(self) -> dict[str, float] | None:
+        if (scaler := self._loss_scaler) is None:
+            return None
+        good_steps = scaler.cur_iter - scaler.last_overflow_iter - 1
+        return {"value": float(scaler.cur_scale), "good_steps": good_steps}
+
+    def _load_scale(self, state: Mapping[str, float] | None) -> None:
+        if (scaler := self._loss_scaler) is None or state is None:
+            return
+        scaler.cur_scale = state["value"]
+        scaler.cur_iter, scaler.last_overflow_iter = int(state["good_steps"]), -1
 
     def close(self) -> None:
         """Destroy the engine and its hooks."""

@@ -85,7 +85,7 @@ def cases(folder: Path) -> dict[str, Case]:
         ),
         "no zero-shot set": (
             changed(evaluation=EvaluationConfig(zero_shot=(str(folder),))),
-            r"cannot read .*classnames\.txt",
+            r"zero-shot set .*classnames\.txt",
         ),
         "no retrieval set": (
             changed(evaluation=EvaluationConfig(retrieval=(str(folder / "gone.tar"),))),

@@ -88,6 +88,20 @@ def test_run_folder_is_complete(run: TrainConfig) -> None:
     ]
 
 
+def test_an_evaluation_that_was_cut_off_is_made_up_for(run: TrainConfig, tmp_path: Path) -> None:
+    """Stopped between the last save and the evaluation after it; a second resume adds nothing."""
+    resumed = tmp_path / "run"
+    shutil.copytree(Path(run.run_dir or ""), resumed)
+    lines = read_metrics(resumed)
+    kept = [line for line in lines if not (line["step"] == STEPS and "eval/" in str(line))]
+    assert len(kept) < len(lines)
+    (resumed / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
+    config = dataclasses.replace(run, run_dir=str(resumed), resume="latest")
+    for _ in range(2):
+        run_distributed(train_to_the_end, config, world_size=2)
+        assert read_metrics(resumed) == lines
+
+
 def test_resumed_run_equals_the_uninterrupted_one(run: TrainConfig, tmp_path: Path) -> None:
     """Same losses to the last bit, same weights and moments, after a stop between two saves."""
     whole, resumed = Path(run.run_dir or ""), tmp_path / "run"

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +11,12 @@ import torch
 
 from disco_ds.checkpoint import (
     MANIFEST_FILE,
+    CheckpointConfig,
+    CheckpointWriter,
+    SaveFailed,
     Snapshot,
     find_checkpoint,
     load_checkpoint,
-    save_checkpoint,
     step_folder,
 )
 from disco_ds.distributed import World
@@ -28,9 +32,11 @@ def snapshot(step: int) -> Snapshot:
     )
 
 
-def save(root: Path, *steps: int, keep: int = 2) -> None:
+def save(root: Path, *steps: int, **config: Any) -> None:
+    writer = CheckpointWriter(root / "checkpoints", CheckpointConfig(**config), World())
     for step in steps:
-        save_checkpoint(root / "checkpoints", snapshot(step), World(), keep=keep)
+        writer.save(snapshot(step))
+    writer.finish()
 
 
 def test_round_trip(tmp_path: Path) -> None:
@@ -46,7 +52,7 @@ def test_round_trip(tmp_path: Path) -> None:
 
 
 def test_newest_are_kept_and_latest_moves(tmp_path: Path) -> None:
-    save(tmp_path, 1, 2, 10, 9, keep=2)
+    save(tmp_path, 1, 2, 10, 9, keep_last=2)
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert names == ["latest", "step_00000009", "step_00000010"]
     assert find_checkpoint(tmp_path, "latest") == step_folder(tmp_path / "checkpoints", 9)
@@ -66,36 +72,107 @@ def test_explicit_paths(tmp_path: Path, form: str) -> None:
     assert find_checkpoint(tmp_path / "other", str(source)) == expected
 
 
-@pytest.mark.parametrize("damage", ["truncate", "delete", "flip"])
-@pytest.mark.parametrize(
-    "name", ["model.safetensors", "optimizer.safetensors", "rank_00000.pt", "state.json"]
-)
+DAMAGES = {
+    "truncate": lambda content, other: content[:-7],
+    "empty": lambda content, other: b"",
+    "flip first": lambda content, other: bytes([content[0] ^ 1]) + content[1:],
+    "flip middle": lambda content, other: (
+        content[: len(content) // 2]
+        + bytes([content[len(content) // 2] ^ 16])
+        + content[len(content) // 2 + 1 :]
+    ),
+    "swap": lambda content, other: other,
+    "delete": None,
+}
+FILES = [
+    "model.safetensors",
+    "optimizer.safetensors",
+    "rank_00000.pt",
+    "state.json",
+    "manifest.json",
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("name", FILES)
 def test_damage_names_the_file(tmp_path: Path, damage: str, name: str) -> None:
-    save(tmp_path, 1)
-    folder = step_folder(tmp_path / "checkpoints", 1)
-    path = folder / name
-    content = path.read_bytes()
-    if damage == "delete":
+    """Also of the newest of two, asked for as "latest": never an older state, never a fresh one."""
+    save(tmp_path, 1, 2)
+    folder = find_checkpoint(tmp_path, "latest")
+    assert folder is not None
+    path, older = folder / name, step_folder(tmp_path / "checkpoints", 1)
+    change = DAMAGES[damage]
+    if change is None:
         path.unlink()
-    elif damage == "truncate":
-        path.write_bytes(content[:-7])
     else:
-        path.write_bytes(content[:20] + bytes([content[20] ^ 1]) + content[21:])
-    with pytest.raises(ValueError, match=name.replace(".", r"\.")):
+        path.write_bytes(change(path.read_bytes(), (older / name).read_bytes()))
+    # A foreign or damaged manifest fits no file, and names the first of those it does not fit.
+    expected = name if name != "manifest.json" else r"(manifest\.json|step_00000002/\w+\.\w+)"
+    with pytest.raises(ValueError, match=expected.replace("s.", r"s\.")) as caught:
         load_checkpoint(folder, World())
+    assert "--resume" in str(caught.value) and "step_00000001" in str(caught.value)
+
+
+def test_a_deleted_checkpoint_is_not_replaced_in_silence(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2)
+    shutil.rmtree(step_folder(tmp_path / "checkpoints", 2))
+    with pytest.raises(ValueError, match=r"latest names step_00000002, which is not there"):
+        find_checkpoint(tmp_path, "latest")
+    (tmp_path / "checkpoints" / "latest").unlink()
+    assert find_checkpoint(tmp_path, "latest") == step_folder(tmp_path / "checkpoints", 1)
 
 
 def test_unfinished_save_is_not_a_checkpoint(tmp_path: Path, monkeypatch: Any) -> None:
     save(tmp_path, 1)
-    monkeypatch.setattr(
-        "disco_ds.checkpoint._digest", lambda path: (_ for _ in ()).throw(OSError("disk full"))
-    )
-    with pytest.raises(ValueError, match=r"cannot save the checkpoint .*step_00000002: disk full"):
-        save(tmp_path, 2)
-    monkeypatch.undo()
-    assert find_checkpoint(tmp_path, "latest") == step_folder(tmp_path / "checkpoints", 1)
+    for background in (False, True):
+        monkeypatch.setattr(
+            "disco_ds.checkpoint.write.digest",
+            lambda path: (_ for _ in ()).throw(OSError("disk full")),
+        )
+        with pytest.raises(SaveFailed, match=r"cannot save .*step_00000002: disk full"):
+            save(tmp_path, 2, background=background)
+        monkeypatch.undo()
+        assert find_checkpoint(tmp_path, "latest") == step_folder(tmp_path / "checkpoints", 1)
+        assert not list((tmp_path / "checkpoints").glob(".*"))
     save(tmp_path, 2)
     assert find_checkpoint(tmp_path, "latest") == step_folder(tmp_path / "checkpoints", 2)
+
+
+def test_leftovers_of_a_killed_save_are_ignored_and_removed(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    for name in (".step_00000002.partial", ".step_00000001.old", ".step_00000007.partial"):
+        leftover = tmp_path / "checkpoints" / name
+        leftover.mkdir()
+        (leftover / "model.safetensors").write_text("half")
+    assert find_checkpoint(tmp_path, "latest") == step_folder(tmp_path / "checkpoints", 1)
+    save(tmp_path, 3)
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == ["latest", "step_00000001", "step_00000003"]
+
+
+def test_every_jth_is_kept(tmp_path: Path) -> None:
+    save(tmp_path, *range(10, 110, 10), every_steps=10, keep_last=1, keep_every_steps=30)
+    folders = sorted((tmp_path / "checkpoints").glob("step_*"))
+    assert [int(f.name.removeprefix("step_")) for f in folders] == [30, 60, 90, 100]
+    with pytest.raises(ValueError, match=r"keep_every_steps 25: .* multiple of .*every_steps 10"):
+        CheckpointConfig(every_steps=10, keep_every_steps=25)
+
+
+def test_what_is_written_in_the_background_does_not_change_any_more(tmp_path: Path) -> None:
+    table = torch.zeros(3)
+    writer = CheckpointWriter(tmp_path, CheckpointConfig(background=True), World())
+    state = dataclasses.replace(snapshot(1), rank_state={"loss": {"u": table}})
+    writer.save(state)
+    table += 1
+    writer.finish()
+    loaded = load_checkpoint(step_folder(tmp_path, 1), World())
+    assert loaded.rank_states[0]["loss"]["u"].tolist() == [0, 0, 0]
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("a file")
+    with pytest.raises(SaveFailed, match=r"cannot save the checkpoint .*checkpoints"):
+        save(tmp_path, 1)
 
 
 def test_manifest_lists_every_file(tmp_path: Path) -> None:

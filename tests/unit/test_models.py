@@ -12,7 +12,6 @@ from disco_ds.models import (
     TemperatureConfig,
     create_clip,
     full_state_dict,
-    read_weights,
     split_state_dict,
 )
 
@@ -109,14 +108,3 @@ def test_tokenizer_travels_without_its_threads() -> None:
     assert copy._tokenizer is None
     assert torch.equal(copy(["a cat", "flags"]), tokens)
     assert tokens.shape == (2, 12)
-
-
-def test_safetensors_and_pt_read_alike(tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
-    state = {"a": torch.randn(3), "b": torch.randn(2, 2)}
-    torch.save(state, tmp_path / "w.pt")
-    save_file(state, tmp_path / "w.safetensors")
-    for name in ("w.pt", "w.safetensors"):
-        read = read_weights(tmp_path / name)
-        assert all(torch.equal(read[key], value) for key, value in state.items())

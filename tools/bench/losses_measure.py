@@ -110,8 +110,8 @@ def _rank(
 def _costs_of_rank(rank: int, setup: Setup, name: str) -> dict[str, float]:
     provider = PROVIDERS[name]
     loss = provider.make(rank, setup.ranks)
-    errors = _parity(provider, loss, setup, rank)
-    step, leaves = _step(loss, setup, setup.pairs, rank)
+    errors = parity(provider, loss, setup, rank)
+    step, leaves = make_step(loss, setup, setup.pairs, rank)
     return {**errors, **_costs(step, leaves, setup)}
 
 
@@ -119,15 +119,15 @@ def _times_of_rank(
     rank: int, setup: Setup, names: list[str], rounds: int
 ) -> list[dict[str, Samples]]:
     steps = {
-        name: _step(PROVIDERS[name].make(rank, setup.ranks), setup, setup.pairs, rank)
+        name: make_step(PROVIDERS[name].make(rank, setup.ranks), setup, setup.pairs, rank)
         for name in names
     }
     if rounds > 3:
-        _round(steps, setup)  # warms up; large steps do not need it
-    return [_round(steps, setup) for _ in range(rounds)]
+        one_round(steps, setup)  # warms up; large steps do not need it
+    return [one_round(steps, setup) for _ in range(rounds)]
 
 
-def _round(
+def one_round(
     steps: dict[str, tuple[Callable[[], None], list[Tensor]]], setup: Setup
 ) -> dict[str, Samples]:
     samples = {}
@@ -139,7 +139,7 @@ def _round(
             torch.cuda.synchronize()
         clock, cpu = time.perf_counter() - start, time.process_time() - cpu_start
         samples[name] = Samples(clock * 1e3, cpu * 1e3)
-        _forget(leaves)
+        forget(leaves)
     return samples
 
 
@@ -150,7 +150,7 @@ def _features(pairs: int, dim: int, seed: int) -> tuple[Tensor, Tensor]:
     return normalize(x, dim=1), normalize(x + noise, dim=1)
 
 
-def _step(
+def make_step(
     loss: Callable[..., Tensor], setup: Setup, pairs: int, rank: int
 ) -> tuple[Callable[[], None], list[Tensor]]:
     features = (f.to(setup.device) for f in _features(pairs, setup.dim, rank))
@@ -163,7 +163,7 @@ def _step(
     return step, leaves
 
 
-def _parity(
+def parity(
     provider: Provider, loss: Callable[..., Tensor], setup: Setup, rank: int
 ) -> dict[str, float]:
     """Compare gradients after a mean over ranks with float64 on one process, at a small size.
@@ -171,7 +171,7 @@ def _parity(
     ``gradient_scale`` is the best factor between them, ``gradient_error`` what it leaves, relative
     to the largest entry.
     """
-    step, leaves = _step(loss, setup, PARITY_PAIRS, rank)
+    step, leaves = make_step(loss, setup, PARITY_PAIRS, rank)
     step()
     parts = [_features(PARITY_PAIRS, setup.dim, other) for other in range(setup.ranks)]
     full = [
@@ -199,7 +199,7 @@ def _costs(step: Callable[[], None], leaves: list[Tensor], setup: Setup) -> dict
     dist.barrier()
     with _peak_memory(setup.device) as peak, wire.counting(), flops:
         step()
-    _forget(leaves)
+    forget(leaves)
     product = 2 * setup.pairs * setup.pairs * setup.ranks * setup.dim
     return {
         "peak_mib": peak[0] / MIB,
@@ -212,7 +212,7 @@ def _addmm_flops(out: Any, a: Any, b: Any, *args: Any, **kwargs: Any) -> int:
     return int(2 * a[0] * a[1] * b[1])
 
 
-def _forget(leaves: list[Tensor]) -> None:
+def forget(leaves: list[Tensor]) -> None:
     for leaf in leaves:
         leaf.grad = None
 

@@ -1,0 +1,92 @@
+"""Command line of the launcher: flags, profile, one line for every mistake."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import logging
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from disco_ds.launch.commands import COMMANDS, Command, with_resources
+from disco_ds.launch.resources import Resources, load_profile
+
+WRONG_INPUT = 2
+SUBMITTING = ("train", "array")
+CLUSTERS = "--cluster slurm|local|debug"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status."""
+    logging.basicConfig(format="%(message)s")
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        own, rest = _split(words)
+        return int(_parse(own).run(rest))
+    except ValueError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return WRONG_INPUT
+    except KeyboardInterrupt:
+        return 130
+
+
+def _split(words: list[str]) -> tuple[list[str], list[str]]:
+    """The launcher's own arguments, and those of train.py after ``--``."""
+    if "--" not in words:
+        return words, []
+    cut = words.index("--")
+    if words[0] not in SUBMITTING:
+        raise ValueError(f"{words[0]} takes no arguments of train.py after --")
+    return words[:cut], words[cut + 1 :]
+
+
+def _parse(words: list[str]) -> Any:
+    output = io.StringIO()
+    kwargs: dict[str, Any] = {"args": words}
+    cls: Any = Command
+    if words and words[0] in SUBMITTING:
+        cls = COMMANDS[words[0]]
+        kwargs = {"args": words[1:], "default": with_resources(words[0], _defaults(words))}
+    try:
+        with contextlib.redirect_stderr(output):
+            return tyro.cli(
+                cls,
+                prog=f"slurm.py {words[0]}" if cls is not Command else "slurm.py",
+                use_underscores=True,
+                **kwargs,
+            )
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+        raise ValueError(_one_line(output.getvalue())) from None
+
+
+def _defaults(words: Sequence[str]) -> Resources:
+    """The profile, with --cluster already in it: what is allowed depends on it."""
+    profile = _value(words, "--profile")
+    resources = load_profile(Path(profile)) if profile is not None else Resources()
+    cluster = _value(words, "--cluster")
+    if cluster in ("slurm", "local", "debug"):
+        return dataclasses.replace(resources, cluster=cluster)  # type: ignore[arg-type]
+    return resources
+
+
+def _value(words: Sequence[str], flag: str) -> str | None:
+    for word, following in zip(words, [*words[1:], None], strict=True):
+        if word == flag:
+            return following
+        if word.startswith(f"{flag}="):
+            return word.partition("=")[2]
+    return None
+
+
+def _one_line(boxed: str) -> str:
+    words = "".join(" " if 0x2500 <= ord(char) < 0x25A0 else char for char in boxed)
+    text = " ".join(words.split()).split(" For full helptext")[0].split(" Argument helptext")[0]
+    return re.sub(r"^(Parsing error |Unrecognized options )", "", text)

@@ -1,0 +1,248 @@
+"""What travels in one step: collectives and bytes, by phase, for every engine and loss.
+
+Bytes are those of whole results, as :class:`disco_ds.comm_hooks.CountingHook` counts them: what an
+all-gather leaves, what a reduction takes, per rank. A ring moves ``(W - 1) / W`` of them through
+every link, and twice that for an all-reduce.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+
+from disco_ds.losses.disco import DiscoConfig
+from disco_ds.losses.fastclip import FastCLIPConfig
+from disco_ds.losses.inputs import Header
+from disco_ds.planner.fetches import fetch_calls
+from disco_ds.planner.meter import Traffic
+from disco_ds.planner.profile import Profile
+from disco_ds.planner.request import PlanRequest
+
+# DDP's own numbers: the first bucket is small, so that its reduction starts early.
+FIRST_BUCKET_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20
+# DeepSpeed's, where the JSON says nothing; stage 0's is fixed.
+DEFAULT_BUCKET, ZERO0_BUCKET, PERSISTENCE_THRESHOLD = 500_000_000, 500_000_000, 100_000
+WIRE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+class Account:
+    """Collects calls and bytes."""
+
+    def __init__(self) -> None:
+        self._bytes: Counter[tuple[str, str]] = Counter()
+        self._calls: Counter[tuple[str, str]] = Counter()
+
+    def add(self, phase: str, collective: str, size: float, calls: int = 1) -> None:
+        """``calls`` calls that carry ``size`` bytes together."""
+        if calls:
+            self._bytes[phase, collective] += int(size)
+            self._calls[phase, collective] += calls
+
+    def traffic(self) -> list[Traffic]:
+        """By phase and kind."""
+        return [Traffic(*key, self._calls[key], self._bytes[key]) for key in sorted(self._calls)]
+
+
+def step_traffic(request: PlanRequest, profile: Profile) -> list[Traffic]:
+    """Collectives of one optimizer step, nothing on a single rank."""
+    account = Account()
+    if request.world_size > 1:
+        account.add("encode", "all_reduce", 16)  # how many micro-batches
+        loss_traffic(account, request, profile.dim)
+        if request.model.batch_norm == "synced":
+            _batch_norms(account, request, profile.weights.batch_norms)
+        _ENGINES[request.strategy.partition("_")[0]](account, request, profile)
+        scalars = 2 if request.loss.name == "siglip" else 1
+        account.add("step", "all_reduce", 4 * scalars)  # the temperature's gradient
+    return account.traffic()
+
+
+# The loss: see the tables of the losses themselves.
+
+
+def loss_traffic(account: Account, request: PlanRequest, dim: int) -> None:
+    """Everything a loss sends, all of it in its forward."""
+    loss, world_size, batch = request.loss, request.world_size, request.global_batch_size
+    wire = WIRE_BYTES[loss.wire_dtype or "fp32"]
+    features = wire * batch * dim
+    account.add("loss", "all_gather", 8 * world_size * Header.length())
+    kind = loss.gradient_reduction if isinstance(loss, DiscoConfig) else "scalar_gather"
+    by_scalars = kind == "scalar_gather"
+    if loss.gather == "ring":
+        rounds = 2 if isinstance(loss, DiscoConfig) else 1
+        steps = world_size - 1
+        travelled = features * steps // world_size
+        account.add("loss", "send_recv", travelled * (rounds + 1), steps * (rounds + 1))
+    else:
+        sides = 2 if by_scalars else 1
+        account.add("loss", "all_gather", features * sides, sides)
+    if isinstance(loss, DiscoConfig):
+        account.add("loss", "all_to_all", 4 * batch)
+        account.add("loss", "all_gather", 4 * (2 * batch + world_size))
+        if not by_scalars:
+            account.add("loss", kind, 4 * batch * dim)
+    elif isinstance(loss, FastCLIPConfig):
+        _fastclip(account, loss, batch)
+    else:
+        account.add("loss", "all_gather", 4 * world_size)
+
+
+def _fastclip(account: Account, loss: FastCLIPConfig, batch: int) -> None:
+    """Ids, the columns' parts, three scalars a sample, and the table's values."""
+    account.add("loss", "all_gather", 8 * batch)
+    account.add("loss", "all_to_all", 4 * batch)
+    account.add("loss", "all_gather", 12 * batch)
+
+
+# The model.
+
+
+def _batch_norms(account: Account, request: PlanRequest, channels: Sequence[int]) -> None:
+    """Sums and squares of every BatchNorm, forward and backward."""
+    size = sum(4 * (count + 1) + 4 * count for count in channels)
+    micro, calls = request.micro_batches, 2 * len(channels)
+    account.add("encode", "all_reduce", micro * size, micro * calls)
+    passes = 1 if micro == 1 else 2 * micro
+    account.add("backward", "all_reduce", passes * size, passes * calls)
+
+
+# The engines.
+
+
+def _ddp(account: Account, request: PlanRequest, profile: Profile) -> None:
+    sizes = [4 * profile.weights.sizes[i] for i in profile.weights.order]
+    account.add("backward", "all_reduce", sum(sizes), len(ddp_buckets(sizes)))
+
+
+def ddp_buckets(sizes: Iterable[int]) -> list[int]:
+    """Bytes of DDP's buckets: full once they reach their cap, in the order of arrival."""
+    buckets, filled, cap = [], 0, FIRST_BUCKET_BYTES
+    for size in sizes:
+        filled += size
+        if filled >= cap:
+            buckets.append(filled)
+            filled, cap = 0, BUCKET_BYTES
+    return buckets + [filled] * (filled > 0)
+
+
+def _fsdp2(account: Account, request: PlanRequest, profile: Profile) -> None:
+    world_size, micro = request.world_size, request.micro_batches
+    whole = [padded_unit(unit, world_size) for unit in profile.weights.units]
+    weight = 4 if request.precision == "fp32" else 2
+    reduce = 2 if request.precision != "fp32" and request.engine.reduce_dtype == "bf16" else 4
+    gathers = sum(whole) * weight
+    first = 1 if micro == 1 else 2
+    again = request.engine.reshard_after_forward
+    passes = micro
+    account.add("encode", "all_gather", gathers * passes, len(whole) * passes)
+    backward = (micro if again else 0) + (micro if first == 2 and again else 0)
+    account.add("backward", "all_gather", gathers * backward, len(whole) * backward)
+    reductions = micro if request.engine.reduce_every_micro_batch else 1
+    account.add(
+        "backward", "reduce_scatter", sum(whole) * reduce * reductions, len(whole) * reductions
+    )
+    account.add("step", "all_reduce", 8)  # the gradient norm
+
+
+def padded_unit(unit: Sequence[int], world_size: int) -> int:
+    """Elements of an FSDP2 unit: every parameter's rows padded to a multiple of the ranks."""
+    rows, widths = unit[::2], unit[1::2]
+    return sum(
+        -(-row // world_size) * world_size * width for row, width in zip(rows, widths, strict=True)
+    )
+
+
+def _zero(account: Account, request: PlanRequest, profile: Profile) -> None:
+    weights, stage = profile.weights, request.stage
+    groups = [
+        [n for n, v in zip(weights.sizes, weights.is_vector, strict=True) if v == vectors]
+        for vectors in (True, False)
+    ]
+    groups = [group for group in groups if group]
+    reduced = comm_bytes(request)
+    if stage == 0:
+        buckets = fallback_buckets(weights.sizes, ZERO0_BUCKET)
+        account.add("backward", "all_reduce", reduced * weights.trainable, len(buckets))
+        return
+    bucket = request.zero.get("reduce_bucket_size", DEFAULT_BUCKET)
+    reductions = 1
+    if request.engine.reduce_every_micro_batch:
+        reductions = request.micro_batches
+    if stage in (1, 2):
+        calls = len(ipg_buckets([n for group in groups for n in group], bucket))
+        account.add("backward", "all_reduce", reduced * weights.trainable * reductions, calls)
+        aligned = 2 * request.world_size
+        padded = sum(-(-sum(group) // aligned) * aligned for group in groups)
+        account.add("step", "all_gather", request.weight_bytes * padded, len(groups))
+        # Overflow flag; one norm per group.
+        account.add("step", "all_reduce", 1 + 4 * len(groups), 1 + len(groups))
+    else:
+        _zero3(account, request, profile, groups)
+
+
+def _zero3(
+    account: Account, request: PlanRequest, profile: Profile, groups: list[list[int]]
+) -> None:
+    world_size, element = request.world_size, request.weight_bytes
+    order = [n for group in groups for n in group]
+    threshold = request.zero.get("stage3_param_persistence_threshold", PERSISTENCE_THRESHOLD)
+    large = [padded_size(n, world_size) for n in order if n > threshold]
+    small = [padded_size(n, world_size) for n in order if n <= threshold]
+    micro = request.micro_batches
+    fetches = fetch_calls(request, profile)
+    account.add("encode", "all_gather", micro * element * sum(large), micro * fetches.forward)
+    if micro > 1:
+        account.add(
+            "backward",
+            "all_gather",
+            2 * micro * element * sum(large),
+            micro * (fetches.forward + fetches.backward),
+        )
+    bucket = request.zero.get("reduce_bucket_size", DEFAULT_BUCKET)
+    reduced = comm_bytes(request) * sum(padded_size(n, world_size) for n in order)
+    account.add("backward", "reduce_scatter", reduced, len(ipg_buckets(order, bucket)))
+    account.add("step", "all_gather", element * sum(small), len(small))
+    account.add("step", "all_reduce", 8 * len(groups), len(groups))
+    if request.precision == "fp16":
+        account.add("step", "all_reduce", 1)
+
+
+def comm_bytes(request: PlanRequest) -> int:
+    """Bytes of a gradient element on the wire of a DeepSpeed engine."""
+    kind = request.given_ds_config.get("communication_data_type", "fp32")
+    return 2 if kind in ("bf16", "fp16", "bfp16") else 4
+
+
+def padded_size(size: int, world_size: int) -> int:
+    """Elements of a parameter, padded to whole parts."""
+    return -(-size // world_size) * world_size
+
+
+def fallback_buckets(sizes: Iterable[int], limit: int) -> list[int]:
+    """Elements of stage 0's buckets: closed once they exceed the limit."""
+    buckets, filled = [], 0
+    for size in sizes:
+        filled += size
+        if filled > limit:
+            buckets.append(filled)
+            filled = 0
+    return buckets + [filled] * (filled > 0)
+
+
+def ipg_buckets(sizes: Iterable[int], limit: int) -> list[int]:
+    """Elements of stage 1 to 3's buckets: closed before they would exceed the limit."""
+    buckets, filled = [], 0
+    for size in sizes:
+        if filled and filled + size > limit:
+            buckets.append(filled)
+            filled = 0
+        filled += size
+    return buckets + [filled] * (filled > 0)
+
+
+_ENGINES: dict[str, Callable[[Account, PlanRequest, Profile], None]] = {
+    "single": lambda *_: None,
+    "ddp": _ddp,
+    "fsdp2": _fsdp2,
+    **{f"zero{stage}": _zero for stage in range(4)},
+}

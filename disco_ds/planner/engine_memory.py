@@ -1,0 +1,224 @@
+"""What each engine keeps of weights, gradients and optimizer, and its own buffers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from disco_ds.planner.comm import padded_unit
+from disco_ds.planner.profile import Profile, Weights
+from disco_ds.planner.request import PlanRequest
+
+Parts = dict[str, float]
+
+# Bytes of optimizer state per element, beside the fp32 weight.
+OPTIMIZER_BYTES = {"adamw": 8, "lamb": 8, "lion": 4, "sgdm": 4}
+# Temporaries of a step that updates all tensors at once, per element.
+FOREACH_BYTES = {"adamw": 4, "lamb": 12, "lion": 4, "sgdm": 4}
+DEFAULT_ZERO_BUCKET = 500_000_000
+PERSISTENCE_THRESHOLD = 100_000
+
+
+@dataclass(frozen=True)
+class EngineMemory:
+    """Bytes by part."""
+
+    at_rest: Parts
+    gradient_share: float
+    """Bytes that grow during a single backward, per byte of gradient."""
+    accumulated: float
+    """Whole gradients that lie there while a later micro-batch runs, beyond ``at_rest``."""
+    weights: dict[str, float] = field(default_factory=dict)
+    """Weights gathered during a phase."""
+    early_weights: float = 0.0
+    """Weights gathered early in a forward, while activations are few."""
+    late_gradients: tuple[float, float] = (0.0, 0.0)
+    """(bytes of the profile's gradients, bytes): what lies there once so many were made."""
+    flush: Parts = field(default_factory=dict)
+    """At the end of the backward: activations are gone, gradients are being reduced."""
+    step: Parts = field(default_factory=dict)
+    host: Parts = field(default_factory=dict)
+
+    def gathered(self, phase: str) -> Parts:
+        """Weights of other ranks that are here during a phase."""
+        return {"gathered weights": self.weights.get(phase, 0.0)}
+
+
+def engine_memory(request: PlanRequest, profile: Profile, *, like_cuda: bool) -> EngineMemory:
+    """Choose the engine's formula."""
+    if request.strategy == "fsdp2":
+        return _fsdp2(request, profile, like_cuda)
+    if request.stage in (1, 2):
+        return _zero12(request, profile, like_cuda)
+    if request.stage == 3:
+        return _zero3(request, profile, like_cuda)
+    return _replicated(request, profile, like_cuda)
+
+
+def _replicated(request: PlanRequest, profile: Profile, like_cuda: bool) -> EngineMemory:
+    """single, ddp and ZeRO stage 0: everything on every rank, in fp32."""
+    weights = profile.weights
+    trainable, buffers = weights.trainable, weights.buffers
+    rest: Parts = {
+        "parameters": 4.0 * weights.total + buffers,
+        "optimizer": float(OPTIMIZER_BYTES[request.optim.name] * trainable),
+    }
+    whole = 4.0 * trainable
+    step: Parts = {
+        "optimizer temporaries": _temporaries(request, trainable, max(weights.sizes), like_cuda)
+    }
+    flush: Parts = {}
+    if request.strategy == "ddp":
+        rest["gradients"] = whole  # DDP's buckets
+        share, accumulated = 0.0, whole
+    else:
+        share, accumulated = 1.0, whole
+        step["gradients"] = whole
+        if request.stage == 0:
+            bucket = request.zero.get("reduce_bucket_size", DEFAULT_ZERO_BUCKET)
+            flush = {"gradients": whole, "engine buffers": 4.0 * min(trainable, bucket)}
+    return EngineMemory(rest, share, accumulated, flush=flush, step=step)
+
+
+def _temporaries(request: PlanRequest, elements: float, largest: int, like_cuda: bool) -> float:
+    """On a GPU optimizers update all tensors at once, on a CPU one by one (two temporaries)."""
+    if not like_cuda:
+        return 8.0 * largest
+    return FOREACH_BYTES[request.optim.name] * elements
+
+
+def _partition(weights: Weights, world_size: int) -> int:
+    """Elements of a rank's part: both groups are padded to whole and aligned parts."""
+    total = 0
+    for vectors in (True, False):
+        group = sum(
+            size for size, v in zip(weights.sizes, weights.is_vector, strict=True) if v == vectors
+        )
+        alignment = 2 * world_size
+        total += -(-group // alignment) * alignment // world_size
+    return total
+
+
+def _zero12(request: PlanRequest, profile: Profile, like_cuda: bool) -> EngineMemory:
+    weights, element = profile.weights, request.weight_bytes
+    part = _partition(weights, request.world_size)
+    whole = float(element * weights.trainable)
+    state = OPTIMIZER_BYTES[request.optim.name] * part
+    rest: Parts = {"parameters": whole + element * weights.frozen + weights.buffers}
+    host: Parts = {}
+    if "offload_optimizer" in request.zero:
+        host = {"master weights": 4.0 * part, "optimizer": float(state), "gradients": 4.0 * part}
+    else:
+        rest |= {"master weights": 4.0 * part, "optimizer": float(state)}
+    bucket = request.zero.get("reduce_bucket_size", DEFAULT_ZERO_BUCKET)
+    filled = min(bucket, weights.trainable)
+    comm = 0.0 if element == 4 else 4.0 * filled
+    flush: Parts = {
+        # The first bucket holds what it took over; it is flattened, and cast for the wire.
+        "gradients": whole - element * filled,
+        "engine buffers": float(element * bucket + element * filled) + comm,
+    }
+    step: Parts = {
+        "gradients": (4.0 + element) * part,
+        "optimizer temporaries": _temporaries(request, part, part, like_cuda),
+    }
+    return EngineMemory(rest, 1.0, whole, flush=flush, step=step, host=host)
+
+
+def _zero3(request: PlanRequest, profile: Profile, like_cuda: bool) -> EngineMemory:
+    weights, element, zero = profile.weights, request.weight_bytes, request.zero
+    threshold = zero.get("stage3_param_persistence_threshold", PERSISTENCE_THRESHOLD)
+    large = sum(size for size in weights.sizes if size > threshold)
+    small = weights.trainable - large
+    part = sum(-(-size // request.world_size) for size in weights.sizes)
+    whole = float(element * weights.trainable)
+    bucket = request.zero.get("reduce_bucket_size", DEFAULT_ZERO_BUCKET)
+    prefetch = request.zero.get("stage3_prefetch_bucket_size", 50_000_000)
+    state = float(OPTIMIZER_BYTES[request.optim.name] * part)
+    rest: Parts = {
+        "parameters": float(element * (part + small + weights.frozen)) + weights.buffers,
+        "gradients": float(element * part),
+        "engine buffers": 4.0 * bucket,
+        "master weights": 4.0 * part,
+        "optimizer": state,
+    }
+    host: Parts = {}
+    if "offload_optimizer" in request.zero:
+        host = {name: rest.pop(name) for name in ("master weights", "optimizer", "gradients")}
+    if "offload_param" in request.zero:
+        host["parameters"] = float(element * part)
+        rest["parameters"] -= host["parameters"]
+    live = float(element * min(large, zero.get("stage3_max_live_parameters", 10**9)))
+    flat = float(element * min(large, prefetch))
+    largest = float(element * max(weights.sizes))
+    several = request.micro_batches > 1
+    # One micro-batch: the weights stay for the backward, which gives each up for its gradient.
+    # Several: all are fetched early in each forward and given up one by one, but the graph of a
+    # product holds its weights (not where activations are recomputed).
+    held = 0.0 if request.model.activation_checkpointing else live
+    gathered = (
+        {"encode": 0.0, "backward": max(largest, held)}
+        if several
+        else {"encode": live, "loss": live, "backward": live + largest}
+    )
+    filled = min(bucket, weights.trainable)
+    flush: Parts = {"gradients": whole - element * filled, "engine buffers": 4.0 * filled}
+    step: Parts = {
+        "optimizer temporaries": 4.0 * part + _temporaries(request, part, part, like_cuda),
+    }
+    return EngineMemory(
+        rest,
+        0.0,
+        whole,
+        weights=gathered,
+        early_weights=live + flat,
+        flush=flush,
+        step=step,
+        host=host,
+    )
+
+
+def _fsdp2(request: PlanRequest, profile: Profile, like_cuda: bool) -> EngineMemory:
+    weights, world_size = profile.weights, request.world_size
+    compute = 4 if request.precision == "fp32" else 2
+    reduce = 2 if compute == 2 and request.engine.reduce_dtype == "bf16" else 4
+    units = [padded_unit(unit, world_size) for unit in weights.units]
+    part = sum(units) / world_size
+    state = OPTIMIZER_BYTES[request.optim.name] * part * weights.trainable / weights.total
+    rest: Parts = {"parameters": 4.0 * part + weights.buffers, "optimizer": state}
+    blocks, root = max(units[:-1], default=0), units[-1]
+    host: Parts = {}
+    if request.engine.cpu_offload:
+        host = {"parameters": 4.0 * part, "optimizer": state, "gradients": 4.0 * part}
+        rest = {"parameters": float(weights.buffers)}
+    live = float(compute * (root + blocks))
+    if not request.engine.reshard_after_forward:
+        live = float(compute * sum(units))
+    whole = float(reduce * weights.trainable)
+    step: Parts = {
+        "gradients": 4.0 * part,
+        "optimizer temporaries": _temporaries(
+            request, part, max(weights.sizes) // world_size, like_cuda
+        ),
+    }
+    text = 4.0 if compute == 4 else 2.0
+    unsharded = float((compute + reduce) * blocks)
+    weights_in = {
+        "encode": live + compute * blocks,
+        "backward": live + compute * blocks + unsharded,
+    }
+    if request.micro_batches > 1:
+        weights_in["backward"] = live
+    return EngineMemory(
+        rest,
+        0.0,
+        whole,
+        weights=weights_in,
+        late_gradients=(0.9 * text * weights.towers["text"], float(compute * root)),
+        # The rest of the model is reduced last: gradients, a copy to send, and what comes back.
+        flush={
+            "gathered weights": float(compute * (root + blocks)),
+            "gradients": (compute + reduce + reduce / world_size) * root,
+        },
+        step=step,
+        host=host,
+    )

@@ -1,0 +1,223 @@
+"""Closed forms of a rank's memory: what lies there between steps, and the peak of every phase.
+
+All numbers are bytes of live tensors on the device, as :mod:`disco_ds.planner.trace` counts them;
+the allocator's slack and the CUDA context are added by :mod:`disco_ds.planner.verdict`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from disco_ds.losses.disco import KEPT_TILES_BYTES, DiscoConfig
+from disco_ds.losses.fastclip import FastCLIPConfig
+from disco_ds.losses.pairwise import CPU_TILE_SIZE, GPU_TILE_SIZE
+from disco_ds.planner.comm import WIRE_BYTES
+from disco_ds.planner.engine_memory import EngineMemory, engine_memory
+from disco_ds.planner.profile import Profile
+from disco_ds.planner.request import PlanRequest
+
+Parts = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes by part: between steps, and where each phase is highest."""
+
+    at_rest: Parts
+    phases: dict[str, Parts]
+    host: Parts = field(default_factory=dict)
+    """In host memory: offloaded state and FastCLIP's tables."""
+
+    @property
+    def peak_phase(self) -> str:
+        """The phase that needs most."""
+        return max(self.phases, key=lambda name: sum(self.phases[name].values()))
+
+    @property
+    def peak(self) -> float:
+        """Bytes at the peak."""
+        return sum(self.phases[self.peak_phase].values())
+
+
+def step_memory(request: PlanRequest, profile: Profile, *, like_cuda: bool = True) -> Memory:
+    """Memory of one step of a rank (rank 0, which is never smaller than the others)."""
+    engine = engine_memory(request, profile, like_cuda=like_cuda)
+    rest = dict(engine.at_rest)
+    rest["inputs"] = input_bytes(request, profile)
+    loss = loss_memory(request, profile.dim, like_cuda=like_cuda)
+    tables = table_bytes(request)
+    on_device = isinstance(request.loss, FastCLIPConfig) and request.loss.tables == "device"
+    if on_device and tables:
+        rest["estimator tables"] = tables
+    phases = {
+        "encode": _sum(rest, _encode(request, profile, engine)),
+        "loss": _sum(rest, _during_loss(request, profile, engine), {"loss tiles": loss}),
+        "backward": _sum(rest, _backward(request, profile, engine)),
+        "step": _sum(rest, engine.step),
+    }
+    flush = _sum(rest, engine.flush)
+    if sum(flush.values()) > sum(phases["backward"].values()):
+        phases["backward"] = flush
+    host = dict(engine.host)
+    if tables and not on_device:
+        host["estimator tables"] = tables
+    return Memory(rest, phases, host)
+
+
+def _sum(*parts: Mapping[str, float]) -> Parts:
+    total: Counter[str] = Counter()
+    for part in parts:
+        total.update(part)  # type: ignore[arg-type, unused-ignore]
+    return {name: float(value) for name, value in total.items() if value}
+
+
+def input_bytes(request: PlanRequest, profile: Profile) -> float:
+    """Images in fp32, tokens and ids in int64."""
+    height, width = profile.image_size
+    return request.local_batch_size * (4 * 3 * height * width + 8 * profile.context + 8)
+
+
+def _activations(profile: Profile, total: float, size: float) -> Parts:
+    """Split what the towers hold in proportion to what they keep for the backward pass."""
+    kept = {name: max(line.at(size), 0.0) for name, line in profile.kept.items()}
+    whole = sum(kept.values()) or 1.0
+    return {f"activations, {name}": total * value / whole for name, value in kept.items()}
+
+
+def _feature_bytes(request: PlanRequest, profile: Profile, element: int) -> float:
+    return 2.0 * request.local_batch_size * profile.dim * element
+
+
+def _encode(request: PlanRequest, profile: Profile, engine: EngineMemory) -> Parts:
+    size = request.micro_batch
+    if request.micro_batches == 1:
+        total = profile.forward.peak(size)
+        early = _early(request, profile, engine)
+        if early[0] > total + sum(engine.gathered("encode").values()):
+            return _sum(
+                _activations(profile, early[1], size), {"gathered weights": engine.early_weights}
+            )
+        return _sum(_activations(profile, total, size), engine.gathered("encode"))
+    total = profile.forward_no_graph.peak(size)
+    weights = engine.gathered("encode")
+    if engine.early_weights:
+        weights = {"gathered weights": engine.early_weights}
+    features = _feature_bytes(request, profile, profile.feature_bytes)
+    if 2 * features > total + features:  # where the parts are put together
+        total = 0.0
+        features *= 2
+    return _sum(_activations(profile, total, size), {"features": features}, weights)
+
+
+def _early(request: PlanRequest, profile: Profile, engine: EngineMemory) -> tuple[float, float]:
+    """Bytes early in a forward, and the activations among them: those of a few layers."""
+    working = profile.forward_no_graph.peak(request.micro_batch)
+    return engine.early_weights and engine.early_weights + working, working
+
+
+def _during_loss(request: PlanRequest, profile: Profile, engine: EngineMemory) -> Parts:
+    features = _feature_bytes(request, profile, profile.feature_bytes)
+    kept: Parts = {}
+    if request.micro_batches == 1:
+        total = sum(line.at(request.micro_batch) for line in profile.kept.values()) - features
+        kept = _activations(profile, max(total, 0.0), request.micro_batch)
+    leaves = 0.0 if profile.feature_bytes == 4 else _feature_bytes(request, profile, 4)
+    return _sum(kept, {"features": features + leaves}, engine.gathered("loss"))
+
+
+def _backward(request: PlanRequest, profile: Profile, engine: EngineMemory) -> Parts:
+    """Gradients of features are there; gradients of weights come as activations go."""
+    size, several = request.micro_batch, request.micro_batches > 1
+    features = _feature_bytes(request, profile, 4)
+    gathered = engine.gathered("backward")
+    if several:
+        total = max(profile.forward.peak(size), profile.backward.peak(size))
+        gradients = engine.accumulated
+        early = _early(request, profile, engine)
+        if early[0] > total + sum(gathered.values()):
+            total, gathered = early[1], {"gathered weights": engine.early_weights}
+        features += _feature_bytes(request, profile, profile.feature_bytes)
+        return _sum(
+            _activations(profile, total, size),
+            {"gradients": gradients, "features": features},
+            gathered,
+        )
+    share = engine.gradient_share
+    best: tuple[float, float] = (0.0, 0.0)
+    for line, made in profile.backward.moments:
+        begins, late = engine.late_gradients
+        moment = (line.at(size), made * share + (late if made >= begins else 0.0))
+        best = max(best, moment, key=sum)
+    return _sum(
+        _activations(profile, best[0], size),
+        {"gradients": best[1], "features": features},
+        gathered,
+    )
+
+
+def loss_memory(request: PlanRequest, dim: int, *, like_cuda: bool) -> float:
+    """What a call of the loss allocates at its peak, beyond its arguments.
+
+    The normalised features and their saved copies, gathered features, gradients, tiles, and
+    scalars per sample (fp32 and float64).
+    """
+    loss, batch = request.loss, request.global_batch_size
+    local, world_size = request.local_batch_size, request.world_size
+    wire = WIRE_BYTES[loss.wire_dtype or "fp32"]
+    sides = 2
+    own = 4.0 * local * dim
+    normalised = 2 * own
+    sent = 0.0 if wire == 4 else 2.0 * local * dim * wire
+    gathered = 0.0
+    by_scalars = not isinstance(loss, DiscoConfig) or loss.gradient_reduction == "scalar_gather"
+    if world_size > 1:
+        if loss.gather == "ring":
+            gathered = 2 * 2.0 * local * dim * wire
+        else:
+            gathered = float((sides if by_scalars else 1) * batch * dim * wire)
+    gradients = 2 * own if by_scalars else own + 4.0 * batch * dim
+    default = GPU_TILE_SIZE if like_cuda else CPU_TILE_SIZE
+    side = min(loss.tile_size or default, local)
+    tiles = 2 * 4.0 * side * side
+    if wire != 4:
+        tiles += 2 * 4.0 * side * dim
+    if isinstance(loss, DiscoConfig) and loss.tile_size is None:
+        tiles += _kept_tiles(local, batch, side)
+    scalars = 28.0 * batch
+    return normalised + sent + gathered + gradients + tiles + scalars
+
+
+def _kept_tiles(local: int, batch: int, side: int) -> float:
+    """Tiles kept from the first pass for the second."""
+    all_tiles = 4.0 * local * batch
+    tile = 4.0 * side * side
+    return min(all_tiles, KEPT_TILES_BYTES // tile * tile if tile <= KEPT_TILES_BYTES else 0.0)
+
+
+# Bytes per logit at the peak of the peers' losses, from published memory: open_clip with local loss,
+# whose two [b, B] blocks DisCo-CLIP has as well, and the plain loss with [B, B] on every rank
+# (Inf-CLIP, arXiv 2410.17243, table of loss memory: 2.27 GB and 16.67 GB at 32k on 8 GPUs).
+BYTES_PER_LOCAL_LOGIT, BYTES_PER_GLOBAL_LOGIT = 17.0, 15.5
+
+
+def peer_loss_memory(kind: str, local: int, world_size: int, dim: int) -> float:
+    """Bytes of another project's loss at its peak: ``disco_clip`` or ``open_clip`` (its default).
+
+    Logits at the published rates, features gathered in fp32, and their gradients.
+    """
+    batch = local * world_size
+    logits = {
+        "disco_clip": BYTES_PER_LOCAL_LOGIT * local * batch,
+        "open_clip": BYTES_PER_GLOBAL_LOGIT * batch * batch,
+    }[kind]
+    return logits + 2 * 2 * 4.0 * batch * dim
+
+
+def table_bytes(request: PlanRequest) -> float:
+    """FastCLIP's per-sample tables of one rank."""
+    if not isinstance(request.loss, FastCLIPConfig):
+        return 0.0
+    columns = {"v2": 8}.get(request.loss.version, 2) + 1
+    return 4.0 * columns * -(-request.num_samples // request.world_size)

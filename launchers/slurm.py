@@ -1,0 +1,21 @@
+"""Train on Slurm: submit, sweep, survive preemption, see what happened.
+
+    python launchers/slurm.py train --nodes 2 --gpus_per_node 8 -- --preset vit_b_32 ...
+    python launchers/slurm.py array --sweep launchers/sweeps/demo.yaml -- --preset demo
+    python launchers/slurm.py status | logs -f RUN | stop RUN | cancel RUN | retry RUN
+
+``--help`` after a command lists its flags; launchers/README.md explains them.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+# Works from a checkout that is not installed, too.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from disco_ds.launch.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())
