@@ -34,6 +34,7 @@ from disco_ds.evaluation.command import EvaluateCommand
 from disco_ds.planner.command import PlanCommand
 from disco_ds.preemption import EXIT_PREEMPTED, ignore_stop_signals, listen_for_stop
 from disco_ds.presets import DEMO_DATA, PRESETS
+from disco_ds.ranks import resolve_ranks
 from disco_ds.report.command import ReportCommand
 from disco_ds.watchdog import Watchdog
 
@@ -48,6 +49,7 @@ def train(arguments: Sequence[str]) -> int:
     """Run train.py on this rank; returns the exit status, the same on all ranks."""
     is_main = os.environ.get("RANK", "0") == "0"
     try:
+        is_main = resolve_ranks(os.environ).rank == 0
         config, preset = parse_command_line(arguments, PRESETS)
         world = World.from_environment(config.device)
     except ValueError as error:

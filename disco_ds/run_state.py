@@ -61,12 +61,11 @@ class RunState:
     counters: Counters
 
     def snapshot(self) -> Snapshot:
-        """The state after the last step. Collective.
-
-        Averages BatchNorm's statistics over ranks first.
-        """
-        self.strategy.average_buffers()
-        engine = self.strategy.state()
+        """The state after the last step, BatchNorm's statistics averaged over ranks. Collective."""
+        statistics = self.strategy.own_statistics()
+        with self.strategy.keeping_statistics():
+            self.strategy.average_buffers()
+            engine = self.strategy.state()
         positions = gather_objects(self.loader.state_dict(), self.world)
         model = self.plan.config.model.name
         return Snapshot(
@@ -77,6 +76,7 @@ class RunState:
                 "random": RandomState.capture(self.world.device).to_plain(),
                 "loss": self.loss.rank_state(),
                 "hook": self.strategy.hook_state(),
+                "statistics": statistics,
             },
             shared={
                 "model": model,
@@ -175,12 +175,13 @@ class RunState:
                 self.temperature_optimizer.state[parameter] = state
 
     def _restore_own(self, snapshot: Snapshot) -> None:
-        """Random and hook state belong to a rank of as many ranks; else both start anew."""
+        """What belongs to a rank of as many ranks; else it starts anew, from the mean."""
         if len(snapshot.rank_states) != self.world.world_size:
             return
         own = snapshot.rank_states[self.world.rank]
         RandomState.from_plain(own["random"], self.world.device).restore()
         self.strategy.load_hook_state(own["hook"])
+        self.strategy.load_own_statistics(own["statistics"])
 
 
 def _plain_names(moments: Mapping[str, Tensor]) -> dict[str, Tensor]:

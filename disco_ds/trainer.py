@@ -361,7 +361,7 @@ class Trainer:
         return dict(zip(names, totals, strict=True))
 
     def _evaluate(self, log: MetricsLog) -> dict[str, float]:
-        with self.watchdog.phase("evaluation"):
+        with self.watchdog.phase("evaluation"), self.strategy.keeping_statistics():
             found = self.evaluator.evaluate(_Watched(self.strategy, self.watchdog))
         if found.values:
             publish(found, log, self.plan.run_dir, self.counters.step, self.world)

@@ -7,16 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from disco_ds.config import TrainConfig, local_batch_size
+from disco_ds.launch.array import select_members, submit_sweep
+from disco_ds.launch.folder import RunFolder
 from disco_ds.launch.job import Job
 from disco_ds.launch.resources import Resources
-from disco_ds.launch.submission import (
-    Member,
-    new_folder,
-    plan_member,
-    select_members,
-    submit_run,
-    submit_sweep,
-)
+from disco_ds.launch.submission import Member, new_folder, plan_member, submit_run
 from disco_ds.launch.sweep import member_name
 
 Run = TrainConfig | Sequence[str]
@@ -55,8 +50,6 @@ def submit_array(
     chosen, _left_out = select_members(members, retry_failed=retry_failed)
     if chosen:
         submit_sweep(chosen, resources, base)
-    from disco_ds.launch.folder import RunFolder
-
     return [Job(RunFolder(member.run_dir)) for member in members]
 
 

@@ -13,6 +13,7 @@ from typing import Annotated
 import tyro
 
 from disco_ds.launch import sweep as sweeps
+from disco_ds.launch.array import describe, plan_sweep, select_members, submit_sweep
 from disco_ds.launch.executor import check_with_slurm, job_script_path, render_job
 from disco_ds.launch.folder import FINAL, RunFolder, find_runs
 from disco_ds.launch.follow import follow, show
@@ -21,18 +22,9 @@ from disco_ds.launch.ranks_preview import rank_table
 from disco_ds.launch.resources import Resources
 from disco_ds.launch.script import Placement
 from disco_ds.launch.state import look_up, table
-from disco_ds.launch.submission import (
-    Member,
-    describe,
-    plan_member,
-    plan_sweep,
-    retry_run,
-    select_members,
-    submit_run,
-    submit_sweep,
-)
+from disco_ds.launch.submission import Member, plan_member, retry_run, submit_run
 
-DONE, FAILED = 0, 1
+DONE, FAILED, INTERRUPTED = 0, 1, 130
 Flat = Annotated[Resources, tyro.conf.arg(name="")]
 Runs = tyro.conf.Positional[tuple[Path, ...]]
 
@@ -286,13 +278,20 @@ def _one_run(path: Path) -> RunFolder:
 
 
 def watch(job: Job) -> int:
-    """Show a run until its end; the first Ctrl-C asks it to save and stop, the second ends it."""
+    """Show a run until its end.
+
+    On this machine the first Ctrl-C asks it to save and stop, the second ends it; a job of Slurm's
+    goes on without its spectator.
+    """
     interruptions = 0
     while True:
         try:
             follow(job, 0, sys.stdout, from_start=interruptions == 0)
             break
         except KeyboardInterrupt:
+            if not job.job_id.startswith("local-"):
+                say(f"job {job.job_id} goes on; logs -f, stop and cancel take {job.run.path}")
+                return INTERRUPTED
             interruptions += 1
             say(job.stop() if interruptions == 1 else job.cancel())
     state = job.look_up()

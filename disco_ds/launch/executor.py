@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,9 @@ LEFTOVERS = re.compile(
     r"(SLURM|SBATCH|SRUN|SALLOC|OMPI|PMIX?|TORCHELASTIC|DISCO|SUBMITIT)_.*"
     r"|(LOCAL_|GROUP_|NODE_|ROLE_)?(RANK|WORLD_SIZE)|LOCAL_SIZE|CROSS_(RANK|SIZE)|MASTER_(ADDR|PORT)"
 )
+# A user's own defaults for sbatch, which go over the script's lines.
+SITE = ("account", "partition", "qos", "constraint", "reservation")
+KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", *(f"SBATCH_{name.upper()}" for name in SITE))
 BINDING = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "OMP_NUM_THREADS")
 
 
@@ -57,7 +60,10 @@ class DiscoExecutor(submitit.SlurmExecutor):  # type: ignore[misc]
         """
         try:
             # submitit repeats what sbatch says; the reason is in the error.
-            with clean_environment(), contextlib.redirect_stderr(io.StringIO()):
+            with (
+                clean_environment(also=overruled(self.resources)),
+                contextlib.redirect_stderr(io.StringIO()),
+            ):
                 job = self._submit_command("")
         except submitit.core.utils.FailedJobError as error:
             raise ValueError(f"sbatch refused: {refusal(str(error), self.resources)}") from error
@@ -129,19 +135,25 @@ def leftovers(environ: Mapping[str, str]) -> list[str]:
     return [
         name
         for name in environ
-        if name not in ("SLURM_CONF", "SLURM_CLUSTERS")
+        if name not in KEPT
         and (LEFTOVERS.fullmatch(name) or (inside and name in BINDING))
         and not name.startswith("DISCO_REQUIRE")
     ]
 
 
+def overruled(resources: Resources) -> list[str]:
+    """The user's defaults for sbatch that profile or flags replace."""
+    return [f"SBATCH_{name.upper()}" for name in SITE if getattr(resources, name) is not None]
+
+
 @contextmanager
-def clean_environment(*, keep_binding: bool = False) -> Iterator[None]:
-    """Hide :func:`leftovers` from the programs that are started inside.
+def clean_environment(*, keep_binding: bool = False, also: Iterable[str] = ()) -> Iterator[None]:
+    """Hide :func:`leftovers`, and ``also``, from the programs that are started inside.
 
     With ``keep_binding`` they still use the GPUs and cores of this process, and no others.
     """
     names = [n for n in leftovers(os.environ) if not (keep_binding and n in BINDING)]
+    names += [name for name in also if name in os.environ]
     hidden = {name: os.environ.pop(name) for name in names}
     try:
         yield
@@ -156,7 +168,7 @@ def check_with_slurm(script: str, resources: Resources) -> str:
         ValueError: Slurm would refuse, in its own words.
     """
     require_slurm()
-    with clean_environment():
+    with clean_environment(also=overruled(resources)):
         done = subprocess.run(
             ["sbatch", "--test-only"], input=script, capture_output=True, text=True, timeout=120
         )

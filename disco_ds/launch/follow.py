@@ -47,7 +47,10 @@ def follow(job: Job, rank: int, output: TextIO, *, from_start: bool = True) -> N
             is_final = True
         elif time.monotonic() - asked > 10:
             asked = time.monotonic()
-            is_final = job.done()
+            state = job.look_up()
+            is_final = state.is_final
+            if log is None and state.state == "pending":
+                output.write(f"job {state.job} waits{f': {state.note}' if state.note else ''}\n")
         newest = job.log_file(rank)
         if newest is not None and newest != log:
             if log is not None:

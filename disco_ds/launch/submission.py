@@ -1,4 +1,4 @@
-"""From arguments of train.py to submitted runs."""
+"""From arguments of train.py to a submitted run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -24,7 +24,6 @@ from disco_ds.launch.executor import (
     DiscoExecutor,
     clean_environment,
     job_script_path,
-    max_array_size,
     render_job,
     require_slurm,
 )
@@ -32,6 +31,7 @@ from disco_ds.launch.folder import Event, RunFolder, write_atomically
 from disco_ds.launch.resources import Resources
 from disco_ds.launch.script import Placement
 from disco_ds.launch.snapshot import take_snapshot
+from disco_ds.launch.state import look_up
 from disco_ds.preemption import EXIT_PREEMPTED
 from disco_ds.presets import PRESETS
 
@@ -130,8 +130,6 @@ def check_new(member: Member) -> None:
 
 def is_alive(run: RunFolder) -> bool:
     """Whether the newest job of a run that has not ended still exists."""
-    from disco_ds.launch.state import look_up
-
     return look_up([run])[0].state in ("pending", "running", "requeued")
 
 
@@ -156,6 +154,10 @@ def write_spec(member: Member, resources: Resources, *, code: Path) -> RunFolder
     try:
         (run.launch / "attempts").mkdir(parents=True, exist_ok=True)
         write_atomically(run.launch / "config.json", json.dumps(member.plain, indent=2) + "\n")
+        if not (run.path / "config.json").exists():
+            # train.py writes its own when it starts.
+            resolved = {**member.plain, "run_dir": str(run.path), "resume": "latest"}
+            write_atomically(run.path / "config.json", json.dumps(resolved, indent=2) + "\n")
         write_atomically(run.spec_file, json.dumps(spec, indent=2) + "\n")
     except OSError as error:
         raise ValueError(f"--run_dir {run.path}: cannot write there ({error.strerror})") from error
@@ -181,13 +183,13 @@ def submit_run(member: Member, resources: Resources, *, code: Path | None = None
         working_folder=Path.cwd(),
         runs=(member.run_dir,),
     )
-    with _forgotten_when_refused([run]):
+    with forgotten_when_refused([run]):
         start(resources, placement, name=member.name)
     return run
 
 
 @contextmanager
-def _forgotten_when_refused(runs: Sequence[RunFolder]) -> Iterator[None]:
+def forgotten_when_refused(runs: Sequence[RunFolder]) -> Iterator[None]:
     """Leave no trace of runs that never came to be."""
     try:
         yield
@@ -195,6 +197,8 @@ def _forgotten_when_refused(runs: Sequence[RunFolder]) -> Iterator[None]:
         for run in runs:
             if not run.events() and run.waiting_job() is None:
                 shutil.rmtree(run.launch)
+                if [path.name for path in run.path.iterdir()] == ["config.json"]:
+                    (run.path / "config.json").unlink()
                 with contextlib.suppress(OSError):
                     run.path.rmdir()
         raise
@@ -259,110 +263,12 @@ def _run_in_this_process(placement: Placement) -> str:
     return job
 
 
-def plan_sweep(
-    arguments: Sequence[str], resources: Resources, sweep: sweeps.Sweep, folder: Path
-) -> list[Member]:
-    """All members of a sweep, checked.
-
-    Raises:
-        ValueError: naming the member and the flag; two members that mean the same run.
-    """
-    members = []
-    seen: dict[str, sweeps.Overrides] = {}
-    for overrides in sweep.members():
-        try:
-            member = plan_member(arguments, resources, overrides=overrides, parent=folder)
-        except ValueError as error:
-            raise ValueError(f"sweep member {describe(overrides)}: {error}") from error
-        if (other := seen.get(member.signature)) is not None:
-            raise ValueError(
-                f"sweep members {describe(other)} and {describe(overrides)} are the same run"
-            )
-        seen[member.signature] = overrides
-        members.append(member)
-    return members
-
-
-def describe(overrides: sweeps.Overrides) -> str:
-    """Overrides in words."""
-    return " ".join(f"{key}={' '.join(value)}" for key, value in overrides.items()) or "(base)"
-
-
-def select_members(
-    members: Sequence[Member], *, retry_failed: bool
-) -> tuple[list[Member], dict[str, int]]:
-    """Members to run now, and how many are left out, by state."""
-    from disco_ds.launch.state import look_up
-
-    submitted = [m for m in members if RunFolder(m.run_dir).spec_file.exists()]
-    states = look_up([RunFolder(member.run_dir) for member in submitted])
-    by_folder = dict(zip((m.run_dir for m in submitted), states, strict=True))
-    chosen, left_out = [], dict[str, int]()
-    for member in members:
-        state = by_folder[member.run_dir].state if member.run_dir in by_folder else "new"
-        if state == "new" or (retry_failed and state in ("failed", "stopped", "cancelled")):
-            chosen.append(member)
-        else:
-            left_out[state] = left_out.get(state, 0) + 1
-    return chosen, left_out
-
-
-def submit_sweep(
-    members: Sequence[Member],
-    resources: Resources,
-    folder: Path,
-    *,
-    on_submit: Callable[[str, Sequence[Member]], None] = lambda job, part: None,
-) -> list[RunFolder]:
-    """Submit members as job arrays of at most MaxArraySize, or run them here.
-
-    A ``max_parallel`` is split between the arrays; where it is too small for that, each array
-    waits for the one before.
-
-    Raises:
-        ValueError: no Slurm here, or Slurm refused; what was submitted before stays submitted.
-    """
-    is_slurm = resources.cluster == "slurm"
-    if is_slurm:
-        require_slurm()
-    limit = max_array_size() if is_slurm else len(members)
-    stamp = f"{datetime.now():%Y%m%d-%H%M%S-%f}"
-    base = folder.absolute() / "submissions" / stamp
-    code = take_snapshot(base / "code")
-    parts = list(sweeps.chunks(len(members), limit))
-    shares = sweeps.share_parallel(resources.max_parallel, [len(part) for part in parts])
-    is_chain = resources.max_parallel is not None and resources.max_parallel < len(parts)
-    before = ""
-    for number, (part, share) in enumerate(zip(parts, shares, strict=True)):
-        chosen = [members[index] for index in part]
-        for member in chosen:
-            run = write_spec(member, resources, code=code)
-            run.reset_counters()
-        placement = Placement(
-            script=job_script_path(base / f"{number:03d}"),
-            code=code,
-            working_folder=Path.cwd(),
-            runs=tuple(member.run_dir for member in chosen),
-            is_array=True,
-        )
-        options = {"dependency": f"afterany:{before}"} if is_chain and before else {}
-        own = dataclasses.replace(
-            resources, max_parallel=share, sbatch={**resources.sbatch, **options}
-        )
-        with _forgotten_when_refused([RunFolder(member.run_dir) for member in chosen]):
-            before = start(own, placement, name=folder.name)
-        on_submit(before, chosen)
-    return [RunFolder(member.run_dir) for member in members]
-
-
 def retry_run(run: RunFolder) -> RunFolder:
     """Submit a run again, with its own resources and code, from its newest checkpoint.
 
     Raises:
         ValueError: it is active or finished, or Slurm refused.
     """
-    from disco_ds.launch.state import look_up
-
     state = look_up([run])[0].state
     if state in ("pending", "running", "requeued", "done"):
         raise ValueError(f"{run.path}: {state}, nothing to retry")

@@ -12,11 +12,13 @@ from collections.abc import Callable, Iterable, Sequence
 
 from disco_ds.losses.disco import DiscoConfig
 from disco_ds.losses.fastclip import FastCLIPConfig
+from disco_ds.losses.fastclip_tau import TAU_COLUMNS
 from disco_ds.losses.inputs import Header
+from disco_ds.losses.normaliser import LOG_U
 from disco_ds.planner.fetches import fetch_calls
 from disco_ds.planner.meter import Traffic
-from disco_ds.planner.profile import Profile
-from disco_ds.planner.request import PlanRequest
+from disco_ds.planner.profile import Profile, Weights
+from disco_ds.planner.request import LossConfig, PlanRequest
 
 # DDP's own numbers: the first bucket is small, so that its reduction starts early.
 FIRST_BUCKET_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20
@@ -69,10 +71,9 @@ def loss_traffic(account: Account, request: PlanRequest, dim: int) -> None:
     kind = loss.gradient_reduction if isinstance(loss, DiscoConfig) else "scalar_gather"
     by_scalars = kind == "scalar_gather"
     if loss.gather == "ring":
-        rounds = 2 if isinstance(loss, DiscoConfig) else 1
-        steps = world_size - 1
+        steps, rounds = world_size - 1, ring_rounds(loss)
         travelled = features * steps // world_size
-        account.add("loss", "send_recv", travelled * (rounds + 1), steps * (rounds + 1))
+        account.add("loss", "send_recv", travelled * rounds, steps * rounds)
     else:
         sides = 2 if by_scalars else 1
         account.add("loss", "all_gather", features * sides, sides)
@@ -87,11 +88,32 @@ def loss_traffic(account: Account, request: PlanRequest, dim: int) -> None:
         account.add("loss", "all_gather", 4 * world_size)
 
 
+def ring_rounds(loss: LossConfig) -> int:
+    """How often features of one kind go round the ring in a call."""
+    if isinstance(loss, FastCLIPConfig) and loss.version == "v2":
+        return 8 if loss.mode == "fastclip_compat" else 6
+    return 2 if loss.name == "siglip" else 3
+
+
 def _fastclip(account: Account, loss: FastCLIPConfig, batch: int) -> None:
-    """Ids, the columns' parts, three scalars a sample, and the table's values."""
+    """Ids, what the tables know of the batch, the columns' parts, three scalars a sample."""
     account.add("loss", "all_gather", 8 * batch)
-    account.add("loss", "all_to_all", 4 * batch)
-    account.add("loss", "all_gather", 12 * batch)
+    account.add("loss", "all_reduce", 4 * (table_columns(loss) + 1) * batch)
+    scalars = 3
+    if loss.version == "v2":
+        scalars += 2 * (loss.mode == "fastclip_compat")
+        account.add("loss", "all_gather", 4 * 2 * batch)  # gradients of the temperatures
+    else:
+        account.add("loss", "all_to_all", 4 * batch)
+    account.add("loss", "all_gather", 4 * scalars * batch)
+
+
+def table_columns(loss: FastCLIPConfig) -> int:
+    """Numbers that FastCLIP keeps per sample, beside its visits."""
+    if loss.version != "v2":
+        return len(LOG_U)
+    bounds = 2 * (loss.mode == "fastclip_compat")
+    return len(LOG_U) + len({*TAU_COLUMNS, "tau_image", "tau_text"}) + bounds
 
 
 # The model.
@@ -129,7 +151,7 @@ def _fsdp2(account: Account, request: PlanRequest, profile: Profile) -> None:
     world_size, micro = request.world_size, request.micro_batches
     whole = [padded_unit(unit, world_size) for unit in profile.weights.units]
     weight = 4 if request.precision == "fp32" else 2
-    reduce = 2 if request.precision != "fp32" and request.engine.reduce_dtype == "bf16" else 4
+    reduce = gradient_bytes(request)
     gathers = sum(whole) * weight
     first = 1 if micro == 1 else 2
     again = request.engine.reshard_after_forward
@@ -165,12 +187,10 @@ def _zero(account: Account, request: PlanRequest, profile: Profile) -> None:
         account.add("backward", "all_reduce", reduced * weights.trainable, len(buckets))
         return
     bucket = request.zero.get("reduce_bucket_size", DEFAULT_BUCKET)
-    reductions = 1
-    if request.engine.reduce_every_micro_batch:
-        reductions = request.micro_batches
     if stage in (1, 2):
-        calls = len(ipg_buckets([n for group in groups for n in group], bucket))
-        account.add("backward", "all_reduce", reduced * weights.trainable * reductions, calls)
+        order, times = reduction_order(request, weights)
+        calls = times * len(ipg_buckets(order, bucket))
+        account.add("backward", "all_reduce", reduced * weights.trainable * times, calls)
         aligned = 2 * request.world_size
         padded = sum(-(-sum(group) // aligned) * aligned for group in groups)
         account.add("step", "all_gather", request.weight_bytes * padded, len(groups))
@@ -200,17 +220,38 @@ def _zero3(
         )
     bucket = request.zero.get("reduce_bucket_size", DEFAULT_BUCKET)
     reduced = comm_bytes(request) * sum(padded_size(n, world_size) for n in order)
-    account.add("backward", "reduce_scatter", reduced, len(ipg_buckets(order, bucket)))
+    order, times = reduction_order(request, profile.weights)
+    calls = times * len(ipg_buckets(order, bucket))
+    account.add("backward", "reduce_scatter", times * reduced, calls)
     account.add("step", "all_gather", element * sum(small), len(small))
     account.add("step", "all_reduce", 8 * len(groups), len(groups))
     if request.precision == "fp16":
         account.add("step", "all_reduce", 1)
 
 
+def reduction_order(request: PlanRequest, weights: Weights) -> tuple[list[int], int]:
+    """Sizes in the order in which ZeRO reduces them, and how often per step.
+
+    Once a step, at its end: group by group. After each micro-batch: as gradients arrive.
+    """
+    if request.engine.reduce_every_micro_batch:
+        return [weights.sizes[i] for i in weights.order], request.micro_batches
+    pairs = list(zip(weights.sizes, weights.is_vector, strict=True))
+    return [n for vectors in (True, False) for n, v in pairs if v == vectors], 1
+
+
 def comm_bytes(request: PlanRequest) -> int:
     """Bytes of a gradient element on the wire of a DeepSpeed engine."""
     kind = request.given_ds_config.get("communication_data_type", "fp32")
     return 2 if kind in ("bf16", "fp16", "bfp16") else 4
+
+
+def gradient_bytes(request: PlanRequest) -> int:
+    """Bytes of a parameter gradient's element on the wire."""
+    if request.stage is not None:
+        return comm_bytes(request)
+    half = request.precision != "fp32" and request.engine.reduce_dtype == "bf16"
+    return 2 if request.strategy == "fsdp2" and half else 4
 
 
 def padded_size(size: int, world_size: int) -> int:

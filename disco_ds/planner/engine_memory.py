@@ -33,6 +33,9 @@ class EngineMemory:
     """Weights gathered early in a forward, while activations are few."""
     late_gradients: tuple[float, float] = (0.0, 0.0)
     """(bytes of the profile's gradients, bytes): what lies there once so many were made."""
+    reduces_on_the_way: float = 0.0
+    """Accumulated bytes per byte of the profile's gradients, where the last backward reduces and
+    frees them as it goes; 0 where that happens at its end."""
     flush: Parts = field(default_factory=dict)
     """At the end of the backward: activations are gone, gradients are being reduced."""
     step: Parts = field(default_factory=dict)
@@ -121,6 +124,12 @@ def _zero12(request: PlanRequest, profile: Profile, like_cuda: bool) -> EngineMe
         "gradients": (4.0 + element) * part,
         "optimizer temporaries": _temporaries(request, part, part, like_cuda),
     }
+    if request.engine.reduce_every_micro_batch:
+        # Reduced on the way, whenever the bucket is full; the own part remains.
+        flush["gradients"] = float(element * part)
+        copies = element * filled + comm if weights.trainable > bucket else 0.0
+        remaining = element * (bucket + part) + copies
+        return EngineMemory(rest, 0.0, remaining, flush=flush, step=step, host=host)
     return EngineMemory(rest, 1.0, whole, flush=flush, step=step, host=host)
 
 
@@ -162,6 +171,9 @@ def _zero3(request: PlanRequest, profile: Profile, like_cuda: bool) -> EngineMem
     )
     filled = min(bucket, weights.trainable)
     flush: Parts = {"gradients": whole - element * filled, "engine buffers": 4.0 * filled}
+    if request.engine.reduce_every_micro_batch:
+        whole = 4.0 * filled if weights.trainable > bucket else 0.0
+        flush["gradients"] = 0.0
     step: Parts = {
         "optimizer temporaries": 4.0 * part + _temporaries(request, part, part, like_cuda),
     }
@@ -206,13 +218,16 @@ def _fsdp2(request: PlanRequest, profile: Profile, like_cuda: bool) -> EngineMem
         "encode": live + compute * blocks,
         "backward": live + compute * blocks + unsharded,
     }
-    if request.micro_batches > 1:
+    if request.engine.reduce_every_micro_batch:
+        whole = 0.0
+    elif request.micro_batches > 1:
         weights_in["backward"] = live
     return EngineMemory(
         rest,
         0.0,
         whole,
         weights=weights_in,
+        reduces_on_the_way=0.0 if whole == 0.0 else reduce / compute,
         late_gradients=(0.9 * text * weights.towers["text"], float(compute * root)),
         # The rest of the model is reduced last: gradients, a copy to send, and what comes back.
         flush={

@@ -38,4 +38,10 @@ def check_engine(request: PlanRequest) -> None:
     Raises:
         ValueError: naming flags or keys.
     """
+    shards = request.stage in (2, 3) or request.strategy == "fsdp2"
+    if request.engine.reduce_every_micro_batch and not shards:
+        raise ValueError(
+            f"--reduce_every_micro_batch with --strategy {request.strategy}: every rank holds "
+            "whole gradients there; leave it out, or use zero2, zero3 or fsdp2"
+        )
     make_strategy(request, World(0, request.world_size)).check_optimizer(request.optim)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from disco_ds.distributed import World
 from disco_ds.losses.pairwise import GPU_TILE_SIZE
@@ -47,15 +48,16 @@ def fake_world(world_size: int, *, like_cuda: bool) -> Iterator[World]:
     """Make this process rank 0 of ``world_size`` fake ranks, on fake tensors.
 
     Raises:
-        ValueError: this process has a process group of its own.
+        ValueError: several ranks, and this process has a process group of its own.
     """
-    if dist.is_initialized():
+    if world_size > 1 and dist.is_initialized():
         raise ValueError("a trace needs a process without a process group of its own")
     with ExitStack() as stack:
-        _set_environment(stack, world_size)
         if world_size > 1:
+            _set_environment(stack, world_size)
             _join_fake_group(stack, world_size)
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(StandIns(world_size))
         for owner, name, value in _replacements(like_cuda):
             _replace(stack, owner, name, value)
         yield World(0, world_size, 0)
@@ -90,6 +92,51 @@ def context_length(name: str) -> int:
 
     config: Any = open_clip.get_model_config(name)
     return int(config["text_cfg"].get("context_length", 77))
+
+
+class StandIns(TorchDispatchMode):
+    """Results that depend on values: numbers read, distinct elements, elements under a mask.
+
+    A number read is 1 (finite, not zero) and a flag is False; all elements are distinct, and a mask
+    of samples selects the share of one rank.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._world_size = world_size
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        aten = torch.ops.aten
+        if func is aten._local_scalar_dense.default:
+            return _number(args[0])
+        if func is aten._unique2.default:
+            return _all_distinct(args[0])
+        if func is aten.index.Tensor and _has_mask(args[1]):
+            rows = -(-args[1][-1].shape[0] // self._world_size)
+            return args[0].new_empty(rows, *args[0].shape[len(args[1]) :])
+        if func is aten.index_put_.default and _has_mask(args[1]):
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+def _number(tensor: Tensor) -> float | int | bool:
+    if tensor.dtype == torch.bool:
+        return False
+    if tensor.dtype == torch.uint8:  # DeepSpeed's overflow flag
+        return 0
+    return 1.0 if tensor.is_floating_point() else 1
+
+
+def _all_distinct(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Values, place of every element, how often each value occurs."""
+    places = [torch.empty(values.shape, dtype=torch.int64) for _ in range(2)]
+    return values.clone(), places[0], places[1]
+
+
+def _has_mask(indices: Sequence[Tensor | None]) -> bool:
+    return any(index is not None and index.dtype == torch.bool for index in indices)
 
 
 def _in_fp32(function: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from disco_ds.losses.disco import KEPT_TILES_BYTES, DiscoConfig
 from disco_ds.losses.fastclip import FastCLIPConfig
 from disco_ds.losses.pairwise import CPU_TILE_SIZE, GPU_TILE_SIZE
-from disco_ds.planner.comm import WIRE_BYTES
+from disco_ds.planner.comm import WIRE_BYTES, table_columns
 from disco_ds.planner.engine_memory import EngineMemory, engine_memory
 from disco_ds.planner.profile import Profile
 from disco_ds.planner.request import PlanRequest
@@ -132,29 +132,47 @@ def _backward(request: PlanRequest, profile: Profile, engine: EngineMemory) -> P
     size, several = request.micro_batch, request.micro_batches > 1
     features = _feature_bytes(request, profile, 4)
     gathered = engine.gathered("backward")
+    activations, gradients = _highest_moment(request, profile, engine)
     if several:
-        total = max(profile.forward.peak(size), profile.backward.peak(size))
-        gradients = engine.accumulated
+        whole = engine.accumulated
+        if (forward := profile.forward.peak(size)) + whole > activations + gradients:
+            activations, gradients = forward, whole
         early = _early(request, profile, engine)
-        if early[0] > total + sum(gathered.values()):
-            total, gathered = early[1], {"gathered weights": engine.early_weights}
+        if early[0] + whole > activations + gradients + sum(gathered.values()):
+            activations, gradients = early[1], whole
+            gathered = {"gathered weights": engine.early_weights}
         features += _feature_bytes(request, profile, profile.feature_bytes)
-        return _sum(
-            _activations(profile, total, size),
-            {"gradients": gradients, "features": features},
-            gathered,
-        )
-    share = engine.gradient_share
-    best: tuple[float, float] = (0.0, 0.0)
-    for line, made in profile.backward.moments:
-        begins, late = engine.late_gradients
-        moment = (line.at(size), made * share + (late if made >= begins else 0.0))
-        best = max(best, moment, key=sum)
     return _sum(
-        _activations(profile, best[0], size),
-        {"gradients": best[1], "features": features},
+        _activations(profile, activations, size),
+        {"gradients": gradients, "features": features},
         gathered,
     )
+
+
+def _highest_moment(
+    request: PlanRequest, profile: Profile, engine: EngineMemory
+) -> tuple[float, float]:
+    """Activations, and gradients beside them, where a backward is highest."""
+    best = (0.0, 0.0)
+    begins, late = engine.late_gradients
+    for line, made in profile.backward.moments:
+        gradients = _gradients_at(request, engine, made) + (late if made >= begins else 0.0)
+        best = max(best, (line.at(request.micro_batch), gradients), key=sum)
+    return best
+
+
+def _gradients_at(request: PlanRequest, engine: EngineMemory, made: float) -> float:
+    """Gradients that lie there in the worst micro-batch once ``made`` of its own exist."""
+    if request.micro_batches == 1:
+        return made * engine.gradient_share
+    whole = engine.accumulated
+    if request.micro_batches > 2 or not engine.reduces_on_the_way:
+        return whole
+    # The first micro-batch builds them up; the last one gives up those of blocks.
+    begins, late = engine.late_gradients
+    own = made * engine.reduces_on_the_way
+    stays = late * engine.reduces_on_the_way if made >= begins else 0.0
+    return max(min(own, whole), whole - own + stays)
 
 
 def loss_memory(request: PlanRequest, dim: int, *, like_cuda: bool) -> float:
@@ -196,8 +214,8 @@ def _kept_tiles(local: int, batch: int, side: int) -> float:
     return min(all_tiles, KEPT_TILES_BYTES // tile * tile if tile <= KEPT_TILES_BYTES else 0.0)
 
 
-# Bytes per logit at the peak of the peers' losses, from published memory: open_clip with local loss,
-# whose two [b, B] blocks DisCo-CLIP has as well, and the plain loss with [B, B] on every rank
+# Bytes per logit at the peak of the peers' losses, from published memory: open_clip with local
+# loss, whose two [b, B] blocks DisCo-CLIP has as well, and the plain loss with [B, B] on every rank
 # (Inf-CLIP, arXiv 2410.17243, table of loss memory: 2.27 GB and 16.67 GB at 32k on 8 GPUs).
 BYTES_PER_LOCAL_LOGIT, BYTES_PER_GLOBAL_LOGIT = 17.0, 15.5
 
@@ -219,5 +237,5 @@ def table_bytes(request: PlanRequest) -> float:
     """FastCLIP's per-sample tables of one rank."""
     if not isinstance(request.loss, FastCLIPConfig):
         return 0.0
-    columns = {"v2": 8}.get(request.loss.version, 2) + 1
+    columns = table_columns(request.loss) + 1
     return 4.0 * columns * -(-request.num_samples // request.world_size)

@@ -34,7 +34,9 @@ COLLECTIVES = {
     "reduce_": ("reduce", 0),
     "recv_": ("send_recv", 0),
 }
-GRAVE = frozenset({"barrier", "monitored_barrier_", "send"})
+HOST = "host"
+"""Category of tensors that are in host memory: counted, but in no sum."""
+SILENT = frozenset({"barrier", "monitored_barrier_", "send"})
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ class MemoryMeter(TorchDispatchMode):
     @property
     def total(self) -> int:
         """Live bytes now."""
-        return sum(self.live.values())
+        return sum(self.live.values()) - self.live[HOST]
 
     def peak(self) -> Peak:
         """The highest of all phases."""
@@ -154,8 +156,6 @@ class MemoryMeter(TorchDispatchMode):
     ) -> Any:
         if any(kind.__name__ == "DTensor" for kind in types):
             return NotImplemented  # its local operators come by themselves
-        if self._fake_mode is not None and func is torch.ops.aten._local_scalar_dense.default:
-            return _stand_in(args[0])
         if func.namespace == "c10d":
             self._count(func, args)
         result = func(*args, **(kwargs or {}))
@@ -175,7 +175,7 @@ class MemoryMeter(TorchDispatchMode):
 
     def _count(self, func: Any, args: tuple[Any, ...]) -> None:
         name = func._schema.name.partition("::")[2]
-        if name in GRAVE:
+        if name in SILENT:
             return
         kind, position = COLLECTIVES[name]
         tensors = [leaf for leaf in tree_leaves(args[position]) if isinstance(leaf, Tensor)]
@@ -204,12 +204,13 @@ class MemoryMeter(TorchDispatchMode):
 
     def _look(self) -> None:
         """Keep the highest sum of this phase."""
-        total = sum(self.live.values())
+        total = self.total
         if self.curve is not None:
             self.curve.append((total - self.live["gradients"], self.live["gradients"]))
         peak = self.peaks.setdefault(self._phase, Peak())
         if total > peak.bytes:
-            peak.bytes, peak.parts = total, {k: v for k, v in self.live.items() if v}
+            peak.bytes = total
+            peak.parts = {k: v for k, v in self.live.items() if v and k != HOST}
 
 
 @dataclass
@@ -244,12 +245,3 @@ def _active_fake_mode() -> Any:
         if isinstance(mode, FakeTensorMode):
             return mode
     return None
-
-
-def _stand_in(tensor: Tensor) -> float | int | bool:
-    """A number for code that reads one: finite, not zero; no overflow where a flag is asked for."""
-    if tensor.dtype == torch.bool:
-        return False
-    if tensor.dtype == torch.uint8:  # DeepSpeed's overflow flag
-        return 0
-    return 1.0 if tensor.is_floating_point() else 1

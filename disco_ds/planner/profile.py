@@ -131,6 +131,8 @@ def profile(
     Raises:
         ValueError: open_clip has no such model.
     """
+    if model.batch_norm == "synced":  # there are no other ranks here
+        model = replace(model, batch_norm="local")
     how = (precision, autocast, module_hooks, like_cuda)
     runs = [_Run(model, *how, size) for size in SIZES]
     first, second = runs

@@ -18,7 +18,7 @@ from disco_ds.models import Encoders, Temperature, TemperatureConfig, initial_lo
 from disco_ds.optim import build_temperature_optimizer
 from disco_ds.planner.engines import make_strategy
 from disco_ds.planner.fake import fake_deepspeed
-from disco_ds.planner.meter import MemoryMeter, Peak, Traffic
+from disco_ds.planner.meter import HOST, MemoryMeter, Peak, Traffic
 from disco_ds.planner.request import PlanRequest
 from disco_ds.strategies.base import Strategy
 
@@ -95,6 +95,8 @@ class MeteredStep:
         loss = request.loss.build(
             self.strategy.process_group, normalize=True, num_samples=request.num_samples or None
         )
+        if getattr(request.loss, "tables", None) == "cpu":
+            self.meter.mark(loss.rank_state().values(), HOST)
         loss.register_forward_pre_hook(lambda *_: self._begin("loss", "loss"))
         loss.register_forward_hook(lambda *_: self._end())
         return loss
@@ -124,7 +126,7 @@ class MeteredStep:
         return Measured(
             peak=meter.peak(),
             phases={name: meter.peaks[name] for name in PHASES if name in meter.peaks},
-            at_rest={key: value for key, value in meter.live.items() if value},
+            at_rest={key: value for key, value in meter.live.items() if value and key != HOST},
             traffic=meter.traffic(),
             counted=self.counter.metrics(),
         )

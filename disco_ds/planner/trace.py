@@ -8,6 +8,7 @@ world without hardware replaces.
 from __future__ import annotations
 
 import time
+import warnings
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -45,7 +46,10 @@ def trace(request: PlanRequest, *, like_cuda: bool = True) -> Trace:
             "too; leave --trace out (closed forms), or trace the strategy without offload"
         )
     begin = time.perf_counter()
-    with ExitStack() as stack:
+    with ExitStack() as stack, warnings.catch_warnings():
+        # DeepSpeed asks for addresses, and for collectives by their former names.
+        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+        warnings.filterwarnings("ignore", category=FutureWarning)
         world = stack.enter_context(fake_world(request.world_size, like_cuda=like_cuda))
         encoders, image_size, context = fake_encoders(request.model)
         if request.strategy == "ddp":

@@ -28,11 +28,10 @@ def parse_rate(text: str, flag: str) -> float:
     Raises:
         ValueError: no rate, or not positive; names the flag.
     """
-    pattern = _NUMBER + r"((?:[KMGT]i?)?)(B|bit)(?:/s|ps)"
-    found = re.fullmatch(pattern, text) or re.fullmatch(pattern, text, re.IGNORECASE)
+    found = re.fullmatch(_NUMBER + r"((?:[kKMGT]i?)?)(B|bit|b)(?:/s|ps)", text)
     if found is None:
         raise ValueError(f"{flag} {text}: give a rate with its unit, such as 25GB/s or 200Gbit/s")
-    return _positive(found, text, flag) / (8 if found[3].lower() == "bit" else 1)
+    return _positive(found, text, flag) / (1 if found[3] == "B" else 8)
 
 
 def parse_flops(text: str, flag: str) -> float:

@@ -70,8 +70,7 @@ class UseRecorder:
         """What was seen."""
 
         def of(modules: Iterable[nn.Module]) -> tuple[tuple[int, ...], ...]:
-            every = (tuple(self._own[m] | self._borrowed.get(m, {})) for m in modules)
-            return tuple(positions for positions in every if positions)
+            return tuple(tuple(self._own[m] | self._borrowed.get(m, {})) for m in modules)
 
         borrowed = frozenset(i for used in self._borrowed.values() for i in used)
         return Uses(of(self._begun), of(reversed(self._ended)), borrowed)

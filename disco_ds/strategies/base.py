@@ -190,8 +190,33 @@ class Strategy(ABC):
         Each rank normalises with its own batch; what is evaluated and saved is the mean.
         One all-reduce of all buffers together; none for models without such buffers.
         """
-        buffers = [b for b in persistent_buffers(self.module).values() if b.is_floating_point()]
-        mean_over_ranks_(buffers, self.world)
+        mean_over_ranks_(list(self._statistics().values()), self.world)
+
+    @contextmanager
+    def keeping_statistics(self) -> Iterator[None]:
+        """Give every rank its own running statistics back afterwards.
+
+        So that training does not depend, in the last bits, on when it was evaluated and saved.
+        """
+        own = self.own_statistics()
+        try:
+            yield
+        finally:
+            self.load_own_statistics(own)
+
+    def own_statistics(self) -> dict[str, Tensor]:
+        """Copies of this rank's running statistics; none for models without BatchNorm."""
+        return {name: buffer.clone() for name, buffer in self._statistics().items()}
+
+    def load_own_statistics(self, values: Mapping[str, Tensor]) -> None:
+        """Take over :meth:`own_statistics`."""
+        buffers = self._statistics()
+        for name, value in values.items():
+            buffers[name].copy_(value)
+
+    def _statistics(self) -> dict[str, Tensor]:
+        buffers = persistent_buffers(self.module)
+        return {name: buffer for name, buffer in buffers.items() if buffer.is_floating_point()}
 
 
 def ensure_process_group(world: World) -> None:

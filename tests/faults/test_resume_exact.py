@@ -13,12 +13,14 @@ from harness import run_distributed
 from processes import configuration, losses
 from safetensors.torch import load_file
 
-from disco_ds.checkpoint import step_folder
+from disco_ds.checkpoint import CheckpointConfig, step_folder
 from disco_ds.comm_hooks import CommHookConfig
 from disco_ds.config import TrainConfig
 from disco_ds.distributed import World
+from disco_ds.evaluation.run import EvaluationConfig
 from disco_ds.losses.disco import DiscoConfig
 from disco_ds.losses.siglip import SigLIPConfig
+from disco_ds.models import ModelConfig
 
 STEPS, SAVED = 6, 3
 COMPRESSED = CommHookConfig(name="fastclip", compress="bf16")
@@ -53,6 +55,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "zero1, lion": ("zero1", 2, {"optim": {"name": "lion"}}),
     "ddp, fp16": ("ddp", 2, {"precision": "fp16"}),
     "zero2, bf16, sgdm": ("zero2", 2, {"precision": "bf16", "optim": {"name": "sgdm"}}),
+    "zero2, BatchNorm": ("zero2", 2, {"model": ModelConfig("disco-demo-rn")}),
     "single, disco, lamb": ("single", 1, {"loss": DiscoConfig(), "optim": {"name": "lamb"}}),
 }
 
@@ -84,7 +87,28 @@ def test_continues_to_the_last_bit(tmp_path: Path, case: str) -> None:
             torch.load(step_folder(f / "checkpoints", STEPS) / file, weights_only=True)
             for f in (resumed, whole)
         )
-        assert found.keys() == {"random", "loss", "hook"}
+        assert found.keys() == {"random", "loss", "hook", "statistics"}
         for part in found:
             assert found[part].keys() == expected[part].keys()
             assert all(torch.equal(v, expected[part][k]) for k, v in found[part].items())
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_saving_and_evaluating_more_often_changes_no_bit(tmp_path: Path, strategy: str) -> None:
+    """Or a run that was stopped and went on would differ from one that was not."""
+    model = ModelConfig("disco-demo-rn")
+    rare = configuration(tmp_path / "rare", strategy, steps=STEPS, model=model)
+    rare = dataclasses.replace(rare, checkpoint=CheckpointConfig(every_steps=100))
+    often = dataclasses.replace(
+        rare,
+        run_dir=str(tmp_path / "often" / "run"),
+        checkpoint=CheckpointConfig(every_steps=1, keep_last=9),
+        evaluation=EvaluationConfig(every_steps=1, retrieval=rare.data.shards, batch_size=16),
+    )
+    ends = []
+    for config in (rare, often):
+        run_distributed(fit, config, world_size=2)
+        ends.append(step_folder(Path(config.run_dir or "") / "checkpoints", STEPS))
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        one, other = (load_file(end / name) for end in ends)
+        assert [key for key in one if not torch.equal(one[key], other[key])] == []

@@ -20,7 +20,15 @@ from disco_ds.presets import PRESETS
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-DOCUMENTS = ["README.md", "CONTRIBUTING.md", "ds_configs/README.md"]
+DOCUMENTS = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "ds_configs/README.md",
+    "docs/checkpoints.md",
+    "docs/evaluation.md",
+    "launchers/README.md",
+    "tools/bench/README.md",
+]
 
 
 def code_blocks(language: str) -> list[str]:

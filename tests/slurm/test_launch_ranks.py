@@ -211,3 +211,11 @@ def test_a_signal_to_all_processes_stops_the_rank_and_spares_its_children(number
     os.killpg(rank.pid, number)
     said, _ = rank.communicate(timeout=60)
     assert said.split() == [signal.Signals(number).name, "None"]
+
+
+def test_a_rank_listens_before_anything_heavy_is_imported() -> None:
+    code = (
+        "import sys, disco_ds.launch.worker; print({'torch', 'numpy', 'yaml'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"

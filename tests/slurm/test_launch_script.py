@@ -13,7 +13,7 @@ from launch_cases import ROOT, train_arguments
 from shards import write_shards
 
 from disco_ds.launch.cli import main
-from disco_ds.launch.executor import leftovers, render_job
+from disco_ds.launch.executor import leftovers, overruled, render_job
 from disco_ds.launch.resources import Resources, load_profile
 from disco_ds.launch.script import Placement
 
@@ -205,7 +205,7 @@ def test_variables_of_an_outer_job_are_recognised() -> None:
     outer = {
         "SLURM_JOB_ID": "1",
         "SLURM_CPUS_PER_TASK": "3",
-        "SBATCH_PARTITION": "x",
+        "SBATCH_CPU_BIND": "x",
         "RANK": "1",
         "MASTER_PORT": "29500",
         "TORCHELASTIC_RUN_ID": "none",
@@ -213,8 +213,17 @@ def test_variables_of_an_outer_job_are_recognised() -> None:
         "CUDA_VISIBLE_DEVICES": "1",
         "OMPI_COMM_WORLD_RANK": "1",
     }
-    own = {"SLURM_CONF": "/etc/slurm.conf", "PATH": "/bin", "HOME": "/root", "RANKING": "1"}
+    own = {
+        "SLURM_CONF": "/etc/slurm.conf",
+        "SBATCH_ACCOUNT": "me",
+        "PATH": "/bin",
+        "HOME": "/home/me",
+        "RANKING": "1",
+    }
     assert sorted(leftovers({**outer, **own})) == sorted(outer)
+    # The user's own default, unless the profile says something else.
+    assert overruled(Resources()) == []
+    assert overruled(Resources(account="other")) == ["SBATCH_ACCOUNT"]
     # Outside a job a choice of GPUs is the user's.
     assert leftovers({"CUDA_VISIBLE_DEVICES": "1", **own}) == []
 

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from launch_cases import ROOT, train_arguments
 
+from disco_ds.launch.array import plan_sweep, select_members
 from disco_ds.launch.folder import Event, RunFolder
 from disco_ds.launch.resources import Resources
-from disco_ds.launch.submission import plan_sweep, select_members, write_spec
+from disco_ds.launch.submission import write_spec
 from disco_ds.launch.sweep import (
     Sweep,
     chunks,

@@ -130,8 +130,15 @@ def test_zero2_on_two_nodes_stopped_and_requeued_equals_uninterrupted(
     """2 x 2 ranks on the demo data; the same job id goes back into the queue."""
     resources = Resources(gpus_per_node=0, ranks_per_node=2, nodes=2, time="60")
     zero2 = ("--deepspeed_config", str(ROOT / "ds_configs" / "zero2.json"))
-    few = ("--log_every_steps", "1", "--evaluation.retrieval", "--evaluation.zero_shot")
-    steps = 24
+    few = (
+        "--log_every_steps",
+        "1",
+        "--timeout_seconds",
+        "120",
+        "--evaluation.retrieval",
+        "--evaluation.zero_shot",
+    )
+    steps = 12
     demo = [*DEMO, *zero2, *few, "--steps", str(steps), "--device", "cpu"]
     whole = submit([*demo, "--run_dir", "whole"], resources)
     expect_done(whole, steps)

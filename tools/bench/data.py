@@ -50,6 +50,7 @@ def main() -> None:
     parser.add_argument("--open_clip_path", default="", help="packages for open_clip_train")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each; the best is kept")
     parser.add_argument("--parts", nargs="*", help="throughput, start_up, reduced_decode; all")
+    parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--measure", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.measure:
@@ -62,14 +63,14 @@ def main() -> None:
         "start_up": start_up,
         "reduced_decode": lambda folder: pixel_difference(),
     }
-    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    results = json.loads(options.output.read_text()) if options.output.exists() else {}
     for part in options.parts or parts:
         with tempfile.TemporaryDirectory(prefix="disco-bench-") as folder:
             found = parts[part](Path(folder))
         results[part] = {"machine": describe_machine(), "found": found}
-        RESULTS.parent.mkdir(parents=True, exist_ok=True)
-        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-    print(f"written to {RESULTS}")
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(json.dumps(results, indent=1) + "\n")
+    print(f"written to {options.output}")
 
 
 def describe_machine() -> dict[str, Any]:
