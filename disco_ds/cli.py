@@ -32,7 +32,12 @@ from disco_ds.distributed import (
 )
 from disco_ds.evaluation.command import EvaluateCommand
 from disco_ds.planner.command import PlanCommand
-from disco_ds.preemption import EXIT_PREEMPTED, ignore_stop_signals, listen_for_stop
+from disco_ds.preemption import (
+    EXIT_PREEMPTED,
+    ignore_stop_signals,
+    listen_for_stop,
+    stop_reason,
+)
 from disco_ds.presets import DEMO_DATA, PRESETS
 from disco_ds.ranks import resolve_ranks
 from disco_ds.report.command import ReportCommand
@@ -64,11 +69,11 @@ def train(arguments: Sequence[str]) -> int:
         init_process_group(world, timeout_seconds=config.timeout_seconds)
         return _run(config, preset, world, watchdog)
     except AgreedError as error:
-        return _fail(str(error), WRONG_INPUT, speaks=world.is_main)
+        return _fail_together(str(error), WRONG_INPUT, world)
     except Preempted as error:
         return _leave(str(error), world)
     except (TrainingStopped, SaveFailed) as error:
-        return _fail(str(error), FAILED, speaks=world.is_main)
+        return _fail_together(str(error), FAILED, world)
     except (ValueError, DataWorkerError) as error:
         logger.debug("details", exc_info=True)
         return _fail(f"rank {world.rank}: {error}", FAILED, speaks=True)
@@ -147,7 +152,17 @@ def _fail(reason: str, status: int, *, speaks: bool) -> int:
         sys.stderr.flush()
     else:
         # The launcher ends all ranks when the first one exits: let the one that speaks be first.
-        time.sleep(QUIET_SECONDS)
+        deadline = time.monotonic() + QUIET_SECONDS
+        while time.monotonic() < deadline and stop_reason() is None:
+            time.sleep(0.1)
+    return status
+
+
+def _fail_together(reason: str, status: int, world: World) -> int:
+    """An error that all ranks have: one speaks, then all leave."""
+    if world.is_main:
+        _fail(reason, status, speaks=True)
+    any_rank([True], world)
     return status
 
 

@@ -95,6 +95,9 @@ class TrainConfig:
     max_skipped_steps: int = 100
     """Stop when more optimizer steps than this are skipped in a row."""
 
+    plan: bool = True
+    """Print the planner's memory and traffic at the start, and what was measured at the end."""
+
     plateau_reports: int = 20
     """Warn once when the loss stays within 1 % of chance for so many logged steps after warm-up."""
 

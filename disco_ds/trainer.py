@@ -48,6 +48,7 @@ from disco_ds.models import (
     initial_logit_bias,
 )
 from disco_ds.optim import build_temperature_optimizer, learning_rate, set_learning_rate
+from disco_ds.plan_watch import PlanWatch
 from disco_ds.preemption import stop_reason
 from disco_ds.refusal import Refusal, TrainingStopped
 from disco_ds.report import record_start
@@ -81,6 +82,8 @@ class Trainer:
         self.counters = Counters()
         self.refusal = Refusal(config, world, self.counters)
         self.plateau = PlateauWatch(config.plateau_reports)
+        self.plan_watch = PlanWatch(config, plan.run_dir, world)
+        self.plan_watch.start(plan.strategy, plan.index.num_samples)
         seed_everything(config.seed, world.rank)
         with agreed(world):
             self.clip: ClipParts = create_clip(plan.model, seed=config.seed)
@@ -196,6 +199,7 @@ class Trainer:
             self.watchdog.enter("waiting for data", step=self.counters.step)
             batch = next(batches)
             values = self._train_step(batch)
+            self.plan_watch.step_taken()
             clock.pairs += config.global_batch_size
             if values is None:
                 self._save_or_stop_if_asked()
@@ -213,6 +217,7 @@ class Trainer:
                 if _is_due(step, config.evaluation.every_steps) and step != evaluated:
                     results, evaluated = self._evaluate(log), step
         self.writer.finish()
+        self.plan_watch.finish()
         if evaluated != self.counters.step:
             results = self._evaluate(log)
         return results
@@ -341,6 +346,7 @@ class Trainer:
             **self.strategy.hook_metrics(),
         }
         log.write(counters.step, logged)
+        self.plan_watch.note(logged)
         left = (self.total_steps - counters.step) * self.config.global_batch_size / rate
         chance = math.log(self.config.global_batch_size)
         if counters.step > self.config.optim.warmup_steps:

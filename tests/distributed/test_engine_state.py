@@ -50,7 +50,11 @@ def assert_same(found: EngineState, expected: EngineState, tolerance: float) -> 
     for own, other in ((found.parameters, expected.parameters), (found.moments, expected.moments)):
         assert own.keys() == other.keys()
         for name, value in own.items():
-            torch.testing.assert_close(value, other[name], rtol=0, atol=tolerance, msg=name)
+            wanted = other[name]
+            if tolerance and "in_proj_bias" in name:
+                # A bias of the keys has no gradient but rounding, which Adam makes a full step of.
+                value, wanted = (part.chunk(3)[::2] for part in (value, wanted))
+            torch.testing.assert_close(value, wanted, rtol=0, atol=tolerance, msg=name)
 
 
 def _continue_each_other(rank: int, world_size: int, names: list[str], precision: str) -> None:

@@ -42,6 +42,7 @@ def configuration(folder: Path, strategy: str, **changes: Any) -> TrainConfig:
         checkpoint=CheckpointConfig(every_steps=3),
         run_dir=str(folder / "run"),
         log_every_steps=1,
+        plan=False,
         device="cpu",
         timeout_seconds=60,
     )

@@ -12,8 +12,10 @@ from processes import configuration, last_step, losses, start
 from disco_ds.checkpoint import CheckpointConfig, find_checkpoint
 from disco_ds.losses.disco import DiscoConfig
 
+SLOW = pytest.mark.slow
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=SLOW), "zero3"])
 def test_a_dead_rank_ends_the_others(tmp_path: Path, strategy: str) -> None:
     config = configuration(tmp_path, strategy, loss=DiscoConfig())
     run = start(config, 3, sabotage="die_in_step_3", global_batch_size="18")
@@ -24,7 +26,7 @@ def test_a_dead_rank_ends_the_others(tmp_path: Path, strategy: str) -> None:
         assert "lost contact with another rank" in text
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("zero2", marks=SLOW)])
 def test_a_sleeping_rank_ends_all_within_twice_the_timeout(tmp_path: Path, strategy: str) -> None:
     config = configuration(tmp_path, strategy, timeout_seconds=6)
     run = start(config, 2, sabotage="sleep_in_step_3")
@@ -33,7 +35,13 @@ def test_a_sleeping_rank_ends_all_within_twice_the_timeout(tmp_path: Path, strat
     assert "error: rank 1 in step 3, waiting for data: no progress for" in run.logs[1].read_text()
 
 
-@pytest.mark.parametrize("strategy", ["single", "ddp", "zero0", "zero1", "zero2", "zero3", "fsdp2"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        *("ddp", "zero2", "fsdp2"),
+        *(pytest.param(name, marks=SLOW) for name in ("single", "zero0", "zero1", "zero3")),
+    ],
+)
 def test_a_nan_gradient_on_one_rank(tmp_path: Path, strategy: str) -> None:
     """The loss is finite: the step is refused on all ranks and nothing changes by it."""
     world_size = 1 if strategy == "single" else 2

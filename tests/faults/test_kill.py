@@ -78,8 +78,8 @@ def check(folder: Path, strategy: str, *, kills: int, steps: int, background: bo
 
 
 @pytest.mark.parametrize(("strategy", "background"), [("zero2", False), ("fsdp2", True)])
-def test_three_kills(tmp_path: Path, strategy: str, background: bool) -> None:
-    check(tmp_path, strategy, kills=3, steps=18, background=background)
+def test_two_kills(tmp_path: Path, strategy: str, background: bool) -> None:
+    check(tmp_path, strategy, kills=2, steps=14, background=background)
 
 
 @pytest.mark.slow

@@ -22,11 +22,11 @@ from disco_ds.optim import OptimConfig
 WORLDS = (2, 1, 4, 2)
 STEPS = 2  # of each leg
 QUICK = [
-    ("zero2", "zero2", "zero2", "zero2"),
     ("ddp", "single", "fsdp2", "zero3"),
     ("fsdp2", "zero1", "zero3", "ddp"),
 ]
 FULL = [
+    ("zero2",) * 4,
     ("ddp", "single", "ddp", "ddp"),
     ("fsdp2",) * 4,
     *(((name,) * 4) for name in ("zero0", "zero1", "zero3", "zero2_offload", "zero3_offload")),

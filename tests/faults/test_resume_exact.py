@@ -60,7 +60,13 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+QUICK = ("ddp, 3 ranks", "zero2, compressed", "ddp, fp16", "zero2, BatchNorm")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in CASES],
+)
 def test_continues_to_the_last_bit(tmp_path: Path, case: str) -> None:
     strategy, world_size, changes = CASES[case]
     config = configuration(tmp_path, strategy, steps=STEPS)
@@ -93,7 +99,7 @@ def test_continues_to_the_last_bit(tmp_path: Path, case: str) -> None:
             assert all(torch.equal(v, expected[part][k]) for k, v in found[part].items())
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("zero3", marks=pytest.mark.slow)])
 def test_saving_and_evaluating_more_often_changes_no_bit(tmp_path: Path, strategy: str) -> None:
     """Or a run that was stopped and went on would differ from one that was not."""
     model = ModelConfig("disco-demo-rn")

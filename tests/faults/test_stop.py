@@ -58,7 +58,11 @@ def _continues_as_if_nothing_had_happened(config: TrainConfig, whole: TrainConfi
 
 @pytest.mark.parametrize(
     ("number", "rank"),
-    [(signal.SIGTERM, 1), (signal.SIGUSR1, 0), (signal.SIGUSR2, 1)],
+    [
+        (signal.SIGTERM, 1),
+        pytest.param(signal.SIGUSR1, 0, marks=pytest.mark.slow),
+        pytest.param(signal.SIGUSR2, 1, marks=pytest.mark.slow),
+    ],
     ids=["TERM", "USR1", "USR2"],
 )
 def test_a_signal_to_one_rank_stops_all(
@@ -95,7 +99,7 @@ def test_signals_to_every_process_of_the_job(whole: TrainConfig, tmp_path: Path)
     _continues_as_if_nothing_had_happened(config, whole)
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", [pytest.param("fork", marks=pytest.mark.slow), "spawn"])
 def test_workers_end_with_a_killed_trainer(whole: TrainConfig, tmp_path: Path, method: str) -> None:
     data = dataclasses.replace(whole.data, start_method=method)  # type: ignore[arg-type]
     config = _another(whole, tmp_path, data=data, steps=1000)

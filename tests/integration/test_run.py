@@ -41,6 +41,7 @@ def configuration(folder: Path, *, zero: bool = True) -> TrainConfig:
         checkpoint=CheckpointConfig(every_steps=SAVED),
         run_dir=str(folder / "run"),
         log_every_steps=1,
+        plan=False,
         device="cpu",
     )
 

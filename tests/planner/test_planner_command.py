@@ -41,7 +41,7 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_what_does_not_fit_says_why_and_what_would(capsys: pytest.CaptureFixture[str]) -> None:
-    status, text = run(capsys, global_batch_size=8 * 8192, gpu_memory="6GiB")
+    status, text = run(capsys, global_batch_size=8 * 8192, gpu_memory="3GiB")
     assert status == DOES_NOT_FIT
     assert "does not fit" in text and "largest part is activations" in text
     assert "what fits" in text
