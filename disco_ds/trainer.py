@@ -196,7 +196,7 @@ class Trainer:
         if _is_due(first_step, config.evaluation.every_steps) and evaluated != first_step:
             results, evaluated = self._evaluate(log), first_step
         while self.counters.step < self.total_steps:
-            self.watchdog.enter("waiting for data", step=self.counters.step)
+            self.watchdog.enter("waiting for data", steps_taken=self.counters.step)
             batch = next(batches)
             values = self._train_step(batch)
             self.plan_watch.step_taken()

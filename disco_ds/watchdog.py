@@ -31,7 +31,7 @@ class Watchdog:
 
     def __init__(self, rank: int, timeout_seconds: float) -> None:
         self.rank, self.timeout_seconds = rank, timeout_seconds
-        self.step = 0
+        self._steps: int | None = None
         self._phase = "start-up"
         self._since = time.monotonic()
         self._is_announced = False
@@ -50,18 +50,18 @@ class Watchdog:
     @property
     def place(self) -> str:
         """Rank, step and phase, in words."""
-        where = f"step {self.step + 1}, {self._phase}" if self.step >= 0 else self._phase
-        return f"rank {self.rank} in {where}"
+        step = "" if self._steps is None else f"step {self._steps + 1}, "
+        return f"rank {self.rank} in {step}{self._phase}"
 
     def tick(self) -> None:
         """Something was achieved: count the phase's time from now."""
         self._since, self._is_announced = time.monotonic(), False
 
-    def enter(self, phase: str, *, step: int | None = None) -> None:
-        """A new phase begins."""
+    def enter(self, phase: str, *, steps_taken: int | None = None) -> None:
+        """A new phase begins, in the step after so many where that is given."""
         self._phase = phase
-        if step is not None:
-            self.step = step
+        if steps_taken is not None:
+            self._steps = steps_taken
         self.tick()
 
     @contextmanager

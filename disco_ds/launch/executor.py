@@ -178,6 +178,9 @@ def check_with_slurm(script: str, resources: Resources) -> str:
     return " ".join(said.split())
 
 
+NO_CLUSTER = ("lookup failed", "fetch config", "Unable to contact", "Unable to establish")
+
+
 def refusal(text: str, resources: Resources) -> str:
     """Slurm's reason in one line, with what to do about it."""
     said = re.findall(r"sbatch: error: (.*)", text)
@@ -187,6 +190,8 @@ def refusal(text: str, resources: Resources) -> str:
             f" (asked for {resources.gpus_per_node} GPUs per node; --gpus_per_node 0 "
             "--ranks_per_node N for CPU nodes)"
         )
+    if any(sign in reason for sign in NO_CLUSTER):
+        reason += " (this machine reaches no Slurm cluster; --cluster local runs without one)"
     return reason
 
 
