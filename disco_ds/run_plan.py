@@ -62,6 +62,7 @@ def plan_run(config: TrainConfig, world: World, *, run_name: str) -> RunPlan:
             config.strategy, config.deepspeed_config, numbers, world, engine=config.engine
         )
         strategy.check_optimizer(config.optim)
+        strategy.check_device()
         comm_hook = choose_comm_hook(config.deepspeed_config, config.comm_hook).build()
         check_model_name(config.model.name)
         tasks = check_evaluation(config.evaluation, world)

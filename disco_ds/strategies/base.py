@@ -76,6 +76,14 @@ class Strategy(ABC):
         """
         return
 
+    def check_device(self) -> None:
+        """Refuse what this device cannot compute.
+
+        Raises:
+            ValueError: naming the setting and the alternative.
+        """
+        return
+
     @abstractmethod
     def setup(self, encoders: Encoders, optim: OptimConfig) -> None:
         """Wrap the encoders and make their optimizer. Collective."""

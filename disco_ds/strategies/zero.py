@@ -57,6 +57,18 @@ class ZeroStrategy(Strategy):
                 "would be wrong; use ds_configs/zero0.json, --strategy fsdp2 or ddp, or adamw"
             )
 
+    def check_device(self) -> None:
+        """DeepSpeed wants fp16 instructions, also from a CPU."""
+        import_deepspeed(self.world)
+        from deepspeed.accelerator import get_accelerator
+
+        wants_fp16 = bool(self.ds_config.get("fp16", {}).get("enabled"))
+        if wants_fp16 and not get_accelerator().is_fp16_supported():
+            raise ValueError(
+                "--precision fp16: DeepSpeed finds no fp16 arithmetic on this device; "
+                "use --precision bf16"
+            )
+
     def setup(self, encoders: Encoders, optim: OptimConfig) -> None:
         """``deepspeed.initialize``: broadcasts the weights of rank 0, shards as the stage says."""
         import_deepspeed(self.world)

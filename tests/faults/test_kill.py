@@ -77,7 +77,10 @@ def check(folder: Path, strategy: str, *, kills: int, steps: int, background: bo
     assert not list((Path(torn.run_dir or "") / "checkpoints").glob(".*"))
 
 
-@pytest.mark.parametrize(("strategy", "background"), [("zero2", False), ("fsdp2", True)])
+@pytest.mark.parametrize(
+    ("strategy", "background"),
+    [("zero2", False), pytest.param("fsdp2", True, marks=pytest.mark.slow)],
+)
 def test_two_kills(tmp_path: Path, strategy: str, background: bool) -> None:
     check(tmp_path, strategy, kills=2, steps=14, background=background)
 

@@ -23,9 +23,9 @@ WORLDS = (2, 1, 4, 2)
 STEPS = 2  # of each leg
 QUICK = [
     ("ddp", "single", "fsdp2", "zero3"),
-    ("fsdp2", "zero1", "zero3", "ddp"),
 ]
 FULL = [
+    ("fsdp2", "zero1", "zero3", "ddp"),
     ("zero2",) * 4,
     ("ddp", "single", "ddp", "ddp"),
     ("fsdp2",) * 4,

@@ -41,7 +41,13 @@ def worker(rank: int, world_size: int, cases: Sequence[PlanRequest], output: str
         torch.save([(m.peak.bytes, m.at_rest, m.traffic, m.counted) for m in found], output)
 
 
-@pytest.mark.parametrize("strategy", ENGINES)
+QUICK = ("ddp", "fsdp2", "zero2", "zero3")
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in ENGINES],
+)
 def test_trace_equals_real_ranks(strategy: str, tmp_path: Path) -> None:
     from disco_ds.planner.trace import trace
 

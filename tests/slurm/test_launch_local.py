@@ -101,6 +101,7 @@ def test_stop_requeue_and_resume_equal_an_uninterrupted_run(
     assert f"step {STEPS}/{STEPS}" in said
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_named_and_retry_finishes(pattern: str, tmp_path: Path) -> None:
     resources = Resources(cluster="local", nodes=2, gpus_per_node=0, ranks_per_node=1)
     arguments = [*train_arguments(pattern, steps=60), "--run_dir", str(tmp_path / "run")]
