@@ -81,8 +81,3 @@ def stop_reason() -> str | None:
         return _received[0]
     path = os.environ.get(STOP_FILE_VARIABLE)
     return f"stop file {path}" if path and Path(path).exists() else None
-
-
-def forget_stop() -> None:
-    """Start again with no request; for several runs in one process."""
-    _received.clear()
