@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING
 
 from disco_ds.config import TrainConfig
 from disco_ds.distributed import World
+from disco_ds.report.record import PLAN_FILE
 from disco_ds.strategies.base import Strategy
 
 if TYPE_CHECKING:
     from disco_ds.planner.run import PeakMeasure, Prediction
 
 logger = logging.getLogger(__name__)
-
-PLAN_FILE = "plan.json"
 
 
 class PlanWatch:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from disco_ds.checkpoint import Snapshot, as_plain, load_checkpoint
+from disco_ds.checkpoint import MODEL_FILE, Snapshot, as_plain, load_checkpoint
 from disco_ds.data.loader import TrainLoader
 from disco_ds.distributed import World, agreed, gather_objects
 from disco_ds.grad_cache import RandomState
@@ -62,8 +62,7 @@ class RunState:
 
     def snapshot(self) -> Snapshot:
         """The state after the last step, BatchNorm's statistics averaged over ranks. Collective."""
-        statistics = self.strategy.own_statistics()
-        with self.strategy.keeping_statistics():
+        with self.strategy.keeping_statistics() as statistics:
             self.strategy.average_buffers()
             engine = self.strategy.state()
         positions = gather_objects(self.loader.state_dict(), self.world)
@@ -142,13 +141,13 @@ class RunState:
                 raise ValueError(
                     f"--resume {folder}: the checkpoint's {key.replace('_', ' ')} is "
                     f"{shared[key]}, this run's is {own}. Give the former {flag}, or start anew "
-                    f"from its weights with --model.init {folder / 'model.safetensors'}"
+                    f"from its weights with --model.init {folder / MODEL_FILE}"
                 )
         if (then := shared["config"]["optim"]["name"]) != config.optim.name:
             raise ValueError(
                 f"--resume {folder}: the checkpoint holds the moments of {then}; continue with "
                 f"--optim.name {then}, or start anew from its weights with --model.init "
-                f"{folder / 'model.safetensors'}"
+                f"{folder / MODEL_FILE}"
             )
 
     def _restore_weights(self, snapshot: Snapshot) -> None:

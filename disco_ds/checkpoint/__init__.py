@@ -15,7 +15,7 @@ Everything loads without pickle (``weights_only``).
 """
 
 from disco_ds.checkpoint.config import CheckpointConfig
-from disco_ds.checkpoint.export import HF_WEIGHTS, ExportCommand, export
+from disco_ds.checkpoint.export import HF_CONFIG, HF_WEIGHTS, ExportCommand, export
 from disco_ds.checkpoint.find import find_checkpoint
 from disco_ds.checkpoint.folder import (
     MANIFEST_FILE,
@@ -31,6 +31,7 @@ from disco_ds.checkpoint.read import load_checkpoint, verify_checkpoint
 from disco_ds.checkpoint.write import CheckpointWriter, SaveFailed
 
 __all__ = [
+    "HF_CONFIG",
     "HF_WEIGHTS",
     "MANIFEST_FILE",
     "MODEL_FILE",

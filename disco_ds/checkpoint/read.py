@@ -100,7 +100,7 @@ def _read(folder: Path) -> Snapshot:
             f"weights can be used: --model.init {folder / MODEL_FILE}"
         )
     rank_states = tuple(
-        torch.load(folder / rank_file(rank), weights_only=True, mmap=True)
+        torch.load(folder / rank_file(rank), weights_only=True, mmap=True, map_location="cpu")
         for rank in range(shared["world_size"])
     )
     return Snapshot(

@@ -13,12 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from disco_ds.checkpoint import MODEL_FILE, STATE_FILE, find_checkpoint, verify_checkpoint
+from disco_ds.checkpoint import (
+    HF_CONFIG,
+    MODEL_FILE,
+    STATE_FILE,
+    find_checkpoint,
+    verify_checkpoint,
+)
 from disco_ds.models import ClipParts, as_parts, quiet_logger, register_model_configs
 
 logger = logging.getLogger(__name__)
 
-HF_CONFIG = "open_clip_config.json"
 WEIGHT_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
 OWN_NAME = "evaluated-model"
 """What open_clip calls a configuration that came with the weights."""

@@ -201,23 +201,19 @@ class Strategy(ABC):
         mean_over_ranks_(list(self._statistics().values()), self.world)
 
     @contextmanager
-    def keeping_statistics(self) -> Iterator[None]:
-        """Give every rank its own running statistics back afterwards.
+    def keeping_statistics(self) -> Iterator[dict[str, Tensor]]:
+        """Give every rank its own running statistics back afterwards; yields copies of them.
 
         So that training does not depend, in the last bits, on when it was evaluated and saved.
         """
-        own = self.own_statistics()
+        own = {name: buffer.clone() for name, buffer in self._statistics().items()}
         try:
-            yield
+            yield own
         finally:
             self.load_own_statistics(own)
 
-    def own_statistics(self) -> dict[str, Tensor]:
-        """Copies of this rank's running statistics; none for models without BatchNorm."""
-        return {name: buffer.clone() for name, buffer in self._statistics().items()}
-
     def load_own_statistics(self, values: Mapping[str, Tensor]) -> None:
-        """Take over :meth:`own_statistics`."""
+        """Take over what :meth:`keeping_statistics` yields; nothing without BatchNorm."""
         buffers = self._statistics()
         for name, value in values.items():
             buffers[name].copy_(value)

@@ -162,7 +162,7 @@ def test_zero2_on_two_nodes_stopped_and_requeued_equals_uninterrupted(
 @pytest.mark.parametrize(
     ("slurm", "heard"),
     [
-        pytest.param("warning_cluster", "asked to stop by stop file", marks=pytest.mark.slow),
+        ("warning_cluster", "asked to stop by stop file"),
         ("silent_cluster", "asked to stop by SIGTERM"),
     ],
     indirect=["slurm"],
