@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from disco_ds.losses.disco import DiscoConfig
 from disco_ds.losses.fastclip import FastCLIPConfig
 from disco_ds.losses.fastclip_tau import TAU_COLUMNS
 from disco_ds.losses.inputs import Header
 from disco_ds.losses.normaliser import LOG_U
-from disco_ds.planner.fetches import fetch_calls
+from disco_ds.planner.fetches import Rules, fetches
 from disco_ds.planner.meter import Traffic
 from disco_ds.planner.profile import Profile, Weights
 from disco_ds.planner.request import LossConfig, PlanRequest
@@ -23,7 +24,7 @@ from disco_ds.planner.request import LossConfig, PlanRequest
 # DDP's own numbers: the first bucket is small, so that its reduction starts early.
 FIRST_BUCKET_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20
 # DeepSpeed's, where the JSON says nothing; stage 0's is fixed.
-DEFAULT_BUCKET, ZERO0_BUCKET, PERSISTENCE_THRESHOLD = 500_000_000, 500_000_000, 100_000
+DEFAULT_BUCKET, ZERO0_BUCKET = 500_000_000, 500_000_000
 WIRE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
@@ -57,6 +58,11 @@ def step_traffic(request: PlanRequest, profile: Profile) -> list[Traffic]:
         scalars = 2 if request.loss.name == "siglip" else 1
         account.add("step", "all_reduce", 4 * scalars)  # the temperature's gradient
     return account.traffic()
+
+
+def hook_traffic(request: PlanRequest, profile: Profile) -> list[Traffic]:
+    """The same without the statistics of synchronised BatchNorm, which no hook sees."""
+    return step_traffic(request.with_(model=replace(request.model, batch_norm="local")), profile)
 
 
 # The loss: see the tables of the losses themselves.
@@ -153,12 +159,13 @@ def _fsdp2(account: Account, request: PlanRequest, profile: Profile) -> None:
     weight = 4 if request.precision == "fp32" else 2
     reduce = gradient_bytes(request)
     gathers = sum(whole) * weight
-    first = 1 if micro == 1 else 2
-    again = request.engine.reshard_after_forward
-    passes = micro
-    account.add("encode", "all_gather", gathers * passes, len(whole) * passes)
-    backward = (micro if again else 0) + (micro if first == 2 and again else 0)
-    account.add("backward", "all_gather", gathers * backward, len(whole) * backward)
+    # Several micro-batches: a pass without graph each, then forward and backward. Weights that stay
+    # after a forward stay until the next backward.
+    forwards, backwards = 1, micro - 1
+    if request.engine.reshard_after_forward:
+        forwards, backwards = micro, micro if micro == 1 else 2 * micro
+    account.add("encode", "all_gather", gathers * forwards, len(whole) * forwards)
+    account.add("backward", "all_gather", gathers * backwards, len(whole) * backwards)
     reductions = micro if request.engine.reduce_every_micro_batch else 1
     account.add(
         "backward", "reduce_scatter", sum(whole) * reduce * reductions, len(whole) * reductions
@@ -204,20 +211,11 @@ def _zero3(
     account: Account, request: PlanRequest, profile: Profile, groups: list[list[int]]
 ) -> None:
     world_size, element = request.world_size, request.weight_bytes
+    found, threshold = fetches(request, profile), Rules.of(request).threshold
+    for phase, gathered in (("encode", found.encode), ("backward", found.backward)):
+        account.add(phase, "all_gather", element * gathered.elements, gathered.calls)
     order = [n for group in groups for n in group]
-    threshold = request.zero.get("stage3_param_persistence_threshold", PERSISTENCE_THRESHOLD)
-    large = [padded_size(n, world_size) for n in order if n > threshold]
-    small = [padded_size(n, world_size) for n in order if n <= threshold]
-    micro = request.micro_batches
-    fetches = fetch_calls(request, profile)
-    account.add("encode", "all_gather", micro * element * sum(large), micro * fetches.forward)
-    if micro > 1:
-        account.add(
-            "backward",
-            "all_gather",
-            2 * micro * element * sum(large),
-            micro * (fetches.forward + fetches.backward),
-        )
+    small = [padded_size(n, world_size) for n in profile.weights.all_sizes if n <= threshold]
     bucket = request.zero.get("reduce_bucket_size", DEFAULT_BUCKET)
     reduced = comm_bytes(request) * sum(padded_size(n, world_size) for n in order)
     order, times = reduction_order(request, profile.weights)

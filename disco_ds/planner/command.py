@@ -137,6 +137,7 @@ class PlanCommand:
         Raises:
             ValueError: the question makes no sense, naming flag and value.
         """
+        self._check_questions()
         hardware = self._hardware()
         check_model(self.model)
         request = self._request()
@@ -225,6 +226,23 @@ class PlanCommand:
 
     # From flags.
 
+    def _check_questions(self) -> None:
+        """Refuse flags that would be left unanswered."""
+        asked = [f"--{name}" for name in ("solve", "compare", "trace") if getattr(self, name)]
+        if len(asked) > 1:
+            raise ValueError(f"{' and '.join(asked)}: one at a time, leave out the others")
+        disco, fastclip = self.loss == "disco", self.loss == "fastclip"
+        conditions = [
+            ("gradient_reduction", disco, "--loss disco"),
+            ("fastclip_version", fastclip, "--loss fastclip"),
+            ("num_samples", fastclip, "--loss fastclip"),
+            ("checkpoint_every", self.activation_checkpointing, "--activation_checkpointing"),
+        ]
+        for name, has_effect, needed in conditions:
+            value = getattr(self, name)
+            if not has_effect and value != getattr(PlanCommand, name):
+                raise ValueError(f"--{name} {value}: has no effect without {needed}")
+
     def _hardware(self) -> Hardware:
         if not 0 < self.mfu <= 1:
             raise ValueError(f"--mfu {self.mfu:g}: must be above 0 and at most 1")
@@ -240,7 +258,7 @@ class PlanCommand:
             flops=parse_flops(self.flops, "--flops"),
             mfu=self.mfu,
             slack=self.slack,
-            reserved=parse_bytes(self.reserved, "--reserved"),
+            reserved=parse_bytes(self.reserved, "--reserved", lowest=0),
         )
 
     def _request(self) -> PlanRequest:
@@ -248,8 +266,11 @@ class PlanCommand:
             raise ValueError("--global_batch_size is missing (or add --solve to find the largest)")
         if self.checkpoint_every < 1:
             raise ValueError(f"--checkpoint_every {self.checkpoint_every}: must be at least 1")
-        if self.num_samples < 0:
-            raise ValueError(f"--num_samples {self.num_samples}: must not be negative")
+        if self.loss == "fastclip" and self.num_samples < 1:
+            raise ValueError(
+                f"--num_samples {self.num_samples}: --loss fastclip keeps numbers per sample, "
+                "say how many the data set has"
+            )
         request = PlanRequest(
             model=ModelConfig(
                 self.model,
@@ -271,10 +292,13 @@ class PlanCommand:
         given = read_ds_config(self.deepspeed_config)
         check_keys(str(self.deepspeed_config), given)
         stage = given.get("zero_optimization", {}).get("stage", 0)
-        if request.stage != stage:
+        name = f"zero{stage}"
+        if request.stage is not None and request.with_(ds_config=given).offloads:
+            name += "_offload" * (f"{name}_offload" in STRATEGIES)
+        if name != self.strategy:
             raise ValueError(
-                f"--deepspeed_config {self.deepspeed_config} has stage {stage}, but --strategy is "
-                f"{self.strategy}: use --strategy zero{stage}"
+                f"--deepspeed_config {self.deepspeed_config} is one for {name}, but --strategy is "
+                f"{self.strategy}: use --strategy {name}"
             )
         return replace(request, ds_config=given)
 

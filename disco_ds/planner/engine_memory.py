@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from disco_ds.planner.comm import padded_unit
+from disco_ds.planner.comm import ipg_buckets, padded_unit
+from disco_ds.planner.fetches import Rules, fetches
 from disco_ds.planner.profile import Profile, Weights
 from disco_ds.planner.request import PlanRequest
 
@@ -12,10 +13,9 @@ Parts = dict[str, float]
 
 # Bytes of optimizer state per element, beside the fp32 weight.
 OPTIMIZER_BYTES = {"adamw": 8, "lamb": 8, "lion": 4, "sgdm": 4}
-# Temporaries of a step that updates all tensors at once, per element.
-FOREACH_BYTES = {"adamw": 4, "lamb": 12, "lion": 4, "sgdm": 4}
+# Temporaries of a step that updates all tensors at once, per element; adamw is fused.
+FOREACH_BYTES = {"adamw": 0, "lamb": 12, "lion": 4, "sgdm": 4}
 DEFAULT_ZERO_BUCKET = 500_000_000
-PERSISTENCE_THRESHOLD = 100_000
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,10 @@ class EngineMemory:
     """Weights gathered during a phase."""
     early_weights: float = 0.0
     """Weights gathered early in a forward, while activations are few."""
+    forward_begins: float = 0.0
+    """Weights as a forward begins, before there is any activation."""
+    backward_begins: float = 0.0
+    """Weights as a backward begins, with all activations."""
     late_gradients: tuple[float, float] = (0.0, 0.0)
     """(bytes of the profile's gradients, bytes): what lies there once so many were made."""
     reduces_on_the_way: float = 0.0
@@ -83,8 +87,11 @@ def _replicated(request: PlanRequest, profile: Profile, like_cuda: bool) -> Engi
 
 
 def _temporaries(request: PlanRequest, elements: float, largest: int, like_cuda: bool) -> float:
-    """On a GPU optimizers update all tensors at once, on a CPU one by one (two temporaries)."""
-    if not like_cuda:
+    """On a GPU optimizers update all tensors at once, on a CPU one by one (two temporaries).
+
+    AdamW is one kernel on both, without temporaries.
+    """
+    if not like_cuda and request.optim.name != "adamw":
         return 8.0 * largest
     return FOREACH_BYTES[request.optim.name] * elements
 
@@ -108,7 +115,7 @@ def _zero12(request: PlanRequest, profile: Profile, like_cuda: bool) -> EngineMe
     state = OPTIMIZER_BYTES[request.optim.name] * part
     rest: Parts = {"parameters": whole + element * weights.frozen + weights.buffers}
     host: Parts = {}
-    if "offload_optimizer" in request.zero:
+    if "optimizer" in request.in_host:
         host = {"master weights": 4.0 * part, "optimizer": float(state), "gradients": 4.0 * part}
     else:
         rest |= {"master weights": 4.0 * part, "optimizer": float(state)}
@@ -134,14 +141,13 @@ def _zero12(request: PlanRequest, profile: Profile, like_cuda: bool) -> EngineMe
 
 
 def _zero3(request: PlanRequest, profile: Profile, like_cuda: bool) -> EngineMemory:
-    weights, element, zero = profile.weights, request.weight_bytes, request.zero
-    threshold = zero.get("stage3_param_persistence_threshold", PERSISTENCE_THRESHOLD)
+    weights, element = profile.weights, request.weight_bytes
+    threshold = Rules.of(request).threshold
     large = sum(size for size in weights.sizes if size > threshold)
     small = weights.trainable - large
     part = sum(-(-size // request.world_size) for size in weights.sizes)
     whole = float(element * weights.trainable)
     bucket = request.zero.get("reduce_bucket_size", DEFAULT_ZERO_BUCKET)
-    prefetch = request.zero.get("stage3_prefetch_bucket_size", 50_000_000)
     state = float(OPTIMIZER_BYTES[request.optim.name] * part)
     rest: Parts = {
         "parameters": float(element * (part + small + weights.frozen)) + weights.buffers,
@@ -151,13 +157,14 @@ def _zero3(request: PlanRequest, profile: Profile, like_cuda: bool) -> EngineMem
         "optimizer": state,
     }
     host: Parts = {}
-    if "offload_optimizer" in request.zero:
+    if "optimizer" in request.in_host:
         host = {name: rest.pop(name) for name in ("master weights", "optimizer", "gradients")}
-    if "offload_param" in request.zero:
+    if "param" in request.in_host:
         host["parameters"] = float(element * part)
         rest["parameters"] -= host["parameters"]
-    live = float(element * min(large, zero.get("stage3_max_live_parameters", 10**9)))
-    flat = float(element * min(large, prefetch))
+    live = float(element * min(large, Rules.of(request).live))
+    found = fetches(request, profile)
+    early = float(element * max(found.encode.highest, found.backward.highest))
     largest = float(element * max(weights.sizes))
     several = request.micro_batches > 1
     # One micro-batch: the weights stay for the backward, which gives each up for its gradient.
@@ -167,10 +174,19 @@ def _zero3(request: PlanRequest, profile: Profile, like_cuda: bool) -> EngineMem
     gathered = (
         {"encode": 0.0, "backward": max(largest, held)}
         if several
-        else {"encode": live, "loss": live, "backward": live + largest}
+        else {
+            "encode": max(live, float(element * found.encode.last)),
+            "loss": live,
+            "backward": live,
+        }
     )
-    filled = min(bucket, weights.trainable)
-    flush: Parts = {"gradients": whole - element * filled, "engine buffers": 4.0 * filled}
+    filled = max(ipg_buckets(weights.sizes, bucket))
+    # What a bucket took over is its own; a parameter that is larger than a bucket stays outside.
+    taken = element * filled if filled <= bucket else 0.0
+    copies = 0.0 if element == 4 and filled > bucket else 4.0
+    if not like_cuda and request.world_size > 1:
+        copies += 4.0  # gloo works on one of its own
+    flush: Parts = {"gradients": whole - taken, "engine buffers": copies * filled}
     if request.engine.reduce_every_micro_batch:
         whole = 4.0 * filled if weights.trainable > bucket else 0.0
         flush["gradients"] = 0.0
@@ -182,7 +198,7 @@ def _zero3(request: PlanRequest, profile: Profile, like_cuda: bool) -> EngineMem
         0.0,
         whole,
         weights=gathered,
-        early_weights=live + flat,
+        early_weights=early,
         flush=flush,
         step=step,
         host=host,
@@ -197,15 +213,17 @@ def _fsdp2(request: PlanRequest, profile: Profile, like_cuda: bool) -> EngineMem
     part = sum(units) / world_size
     state = OPTIMIZER_BYTES[request.optim.name] * part * weights.trainable / weights.total
     rest: Parts = {"parameters": 4.0 * part + weights.buffers, "optimizer": state}
-    blocks, root = max(units[:-1], default=0), units[-1]
+    blocks, root = units[:-1] or [0], units[-1]
     host: Parts = {}
     if request.engine.cpu_offload:
         host = {"parameters": 4.0 * part, "optimizer": state, "gradients": 4.0 * part}
         rest = {"parameters": float(weights.buffers)}
-    live = float(compute * (root + blocks))
+    largest = max(blocks)
+    live = float(compute * (root + largest))
     if not request.engine.reshard_after_forward:
         live = float(compute * sum(units))
-    whole = float(reduce * weights.trainable)
+    every, several = request.engine.reduce_every_micro_batch, request.micro_batches > 1
+    whole = 4.0 * part if every else float(reduce * weights.trainable)
     step: Parts = {
         "gradients": 4.0 * part,
         "optimizer temporaries": _temporaries(
@@ -213,27 +231,45 @@ def _fsdp2(request: PlanRequest, profile: Profile, like_cuda: bool) -> EngineMem
         ),
     }
     text = 4.0 if compute == 4 else 2.0
-    unsharded = float((compute + reduce) * blocks)
+    unsharded = float((compute + reduce) * largest)
     weights_in = {
-        "encode": live + compute * blocks,
-        "backward": live + compute * blocks + unsharded,
+        "encode": live + compute * largest,
+        "loss": 0.0 if request.engine.reshard_after_forward else live,
+        "backward": live + compute * largest + unsharded,
     }
-    if request.engine.reduce_every_micro_batch:
-        whole = 0.0
-    elif request.micro_batches > 1:
+    if several and not every:
         weights_in["backward"] = live
     return EngineMemory(
         rest,
         0.0,
         whole,
         weights=weights_in,
-        reduces_on_the_way=0.0 if whole == 0.0 else reduce / compute,
+        # What was gathered in one piece lies there until its parts are cut out of it and the first
+        # block has been gathered as well.
+        forward_begins=float(compute * 2 * (root + blocks[0])),
+        backward_begins=(
+            float(compute * 2 * (root + blocks[-1]))
+            if request.engine.reshard_after_forward
+            else live
+        ),
+        reduces_on_the_way=0.0 if every else reduce / compute,
         late_gradients=(0.9 * text * weights.towers["text"], float(compute * root)),
-        # The rest of the model is reduced last: gradients, a copy to send, and what comes back.
-        flush={
-            "gathered weights": float(compute * (root + blocks)),
-            "gradients": (compute + reduce + reduce / world_size) * root,
-        },
+        flush={"gradients": _fsdp2_flush(request, units, compute, reduce, like_cuda)},
         step=step,
         host=host,
     )
+
+
+def _fsdp2_flush(
+    request: PlanRequest, units: list[int], compute: int, reduce: int, like_cuda: bool
+) -> float:
+    """The rest of the model is reduced last; its weights and those of blocks are gone by then."""
+    root, world_size = units[-1], request.world_size
+    every, several = request.engine.reduce_every_micro_batch, request.micro_batches > 1
+    reduced = 4.0 * (sum(units) if every and several else sum(units[:-1])) / world_size
+    own = reduce if several and not every else compute
+    copied_in = own + reduce
+    sent = reduce + (reduce + 4.0 * (reduce != 4)) / world_size
+    if not like_cuda and world_size > 1:
+        sent += reduce  # gloo works on a copy
+    return reduced + root * max(copied_in, sent)

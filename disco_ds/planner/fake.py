@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from disco_ds.distributed import World
 from disco_ds.losses.pairwise import GPU_TILE_SIZE
 from disco_ds.models import Encoders, ModelConfig, create_clip
+from disco_ds.planner.repeats import repeating
 
 # DDP's own numbers.
 FIRST_BUCKET_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20
@@ -198,10 +199,29 @@ def _replacements(like_cuda: bool) -> Iterable[tuple[Any, str, Any]]:
     yield ddp, "_verify_param_shape_across_processes", _nothing
     # Reads where this rank stands in the mesh.
     yield fsdp2, "init_device_mesh", _without_fake(init_device_mesh)
-    if like_cuda:
+    # A loss works on one block per rank, each as the last.
+    yield from repeating()
+    if not like_cuda:
+        newest = "reduce_scatter_single"  # since torch 2.14
+        name = newest if hasattr(dist, newest) else "reduce_scatter_tensor"
+        for owner in (dist, dist.distributed_c10d):
+            yield owner, name, _on_a_copy(getattr(owner, name))
+    else:
         yield base, "default_tile_size", lambda device: GPU_TILE_SIZE
         for name in FP32_ON_CUDA:
             yield F, name, _in_fp32(getattr(F, name))
+
+
+def _on_a_copy(reduce_scatter: Callable[..., Any]) -> Callable[..., Any]:
+    """A reduce-scatter as gloo does it: on a copy of its input."""
+
+    def wrapped(output: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        copy = input.clone()
+        result = reduce_scatter(output, input, *args, **kwargs)
+        del copy
+        return result
+
+    return wrapped
 
 
 @contextmanager

@@ -52,14 +52,18 @@ def step_memory(request: PlanRequest, profile: Profile, *, like_cuda: bool = Tru
     if on_device and tables:
         rest["estimator tables"] = tables
     phases = {
-        "encode": _sum(rest, _encode(request, profile, engine)),
+        "encode": _largest(
+            _sum(rest, _encode(request, profile, engine)),
+            _sum(rest, {"gathered weights": engine.forward_begins}),
+        ),
         "loss": _sum(rest, _during_loss(request, profile, engine), {"loss tiles": loss}),
-        "backward": _sum(rest, _backward(request, profile, engine)),
+        "backward": _largest(
+            _sum(rest, _backward(request, profile, engine)),
+            _sum(rest, _backward_begins(request, profile, engine)),
+            _sum(rest, engine.flush),
+        ),
         "step": _sum(rest, engine.step),
     }
-    flush = _sum(rest, engine.flush)
-    if sum(flush.values()) > sum(phases["backward"].values()):
-        phases["backward"] = flush
     host = dict(engine.host)
     if tables and not on_device:
         host["estimator tables"] = tables
@@ -71,6 +75,10 @@ def _sum(*parts: Mapping[str, float]) -> Parts:
     for part in parts:
         total.update(part)  # type: ignore[arg-type, unused-ignore]
     return {name: float(value) for name, value in total.items() if value}
+
+
+def _largest(*moments: Parts) -> Parts:
+    return max(moments, key=lambda parts: sum(parts.values()))
 
 
 def input_bytes(request: PlanRequest, profile: Profile) -> float:
@@ -117,12 +125,17 @@ def _early(request: PlanRequest, profile: Profile, engine: EngineMemory) -> tupl
     return engine.early_weights and engine.early_weights + working, working
 
 
+def _kept(request: PlanRequest, profile: Profile) -> Parts:
+    """Activations of a micro-batch between its forward and its backward, without its features."""
+    size = request.micro_batch
+    features = 2.0 * size * profile.dim * profile.feature_bytes
+    total = sum(line.at(size) for line in profile.kept.values()) - features
+    return _activations(profile, max(total, 0.0), size)
+
+
 def _during_loss(request: PlanRequest, profile: Profile, engine: EngineMemory) -> Parts:
     features = _feature_bytes(request, profile, profile.feature_bytes)
-    kept: Parts = {}
-    if request.micro_batches == 1:
-        total = sum(line.at(request.micro_batch) for line in profile.kept.values()) - features
-        kept = _activations(profile, max(total, 0.0), request.micro_batch)
+    kept = _kept(request, profile) if request.micro_batches == 1 else {}
     leaves = 0.0 if profile.feature_bytes == 4 else _feature_bytes(request, profile, 4)
     return _sum(kept, {"features": features + leaves}, engine.gathered("loss"))
 
@@ -146,6 +159,20 @@ def _backward(request: PlanRequest, profile: Profile, engine: EngineMemory) -> P
         _activations(profile, activations, size),
         {"gradients": gradients, "features": features},
         gathered,
+    )
+
+
+def _backward_begins(request: PlanRequest, profile: Profile, engine: EngineMemory) -> Parts:
+    """All activations of a micro-batch, and the weights that are gathered to begin with."""
+    several = request.micro_batches > 1
+    others = {
+        "gradients": engine.accumulated if several else 0.0,
+        "features": _feature_bytes(request, profile, 4),
+    }
+    return _largest(
+        _sum(_kept(request, profile), others, {"gathered weights": engine.backward_begins}),
+        # A later micro-batch begins with its forward.
+        _sum(others, {"gathered weights": engine.forward_begins}) if several else {},
     )
 
 

@@ -20,7 +20,7 @@ from disco_ds.blocks import transformer_blocks
 from disco_ds.models import Encoders, ModelConfig
 from disco_ds.planner.fake import fake_encoders, fake_world
 from disco_ds.planner.meter import MemoryMeter
-from disco_ds.planner.uses import UseRecorder, Uses, hook_modules
+from disco_ds.planner.uses import UseRecorder, Uses, as_one_call
 from disco_ds.strategies.config import Precision
 from disco_ds.strategies.plain import LOW_PRECISION
 
@@ -187,16 +187,15 @@ class _Run:
     ) -> None:
         with fake_world(1, like_cuda=like_cuda):
             encoders, self.image_size, self.context = fake_encoders(model)
-            if module_hooks:
-                hook_modules(encoders)
             with MemoryMeter() as meter:
-                self._measure(encoders, precision, autocast, size, meter)
+                self._measure(encoders, precision, autocast, module_hooks, size, meter)
 
     def _measure(
         self,
         encoders: Encoders,
         precision: Precision,
         autocast: bool,
+        module_hooks: bool,
         size: int,
         meter: MemoryMeter,
     ) -> None:
@@ -208,6 +207,7 @@ class _Run:
         image = torch.empty(size, 3, *self.image_size)
         text = torch.zeros(size, self.context, dtype=torch.long)
         meter.mark([image, text], "inputs")
+        recorder = UseRecorder(encoders) if module_hooks else None
         base = meter.total
         order: list[int] = []
         trainable = [p for p in encoders.parameters() if p.requires_grad]
@@ -222,14 +222,10 @@ class _Run:
         def since(curve: list[tuple[int, int]]) -> list[tuple[int, int]]:
             return [(live - base, made) for live, made in curve]
 
-        with (
-            _recording(meter) as curve,
-            torch.no_grad(),
-            arithmetic(),
-            UseRecorder(encoders) as uses,
-        ):
+        with _recording(meter) as curve, torch.no_grad(), arithmetic():
             encoders(image, text)
-        self.no_graph, self.uses = since(curve), uses.result()
+        self.no_graph = since(curve)
+        forward = recorder.take() if recorder else ()
         with _recording(meter) as curve, arithmetic():
             image_features, _ = encoders(image, None)
             kept_image = meter.total - base
@@ -249,6 +245,11 @@ class _Run:
         with _recording(meter) as curve:
             torch.autograd.backward(list(outputs), list(given))
         self.backward = since(curve)
+        self.uses = (
+            Uses(recorder.parameters(), forward, as_one_call(recorder.take()))
+            if recorder
+            else Uses()
+        )
         self.weights = _ordered(self.weights, order)
 
 

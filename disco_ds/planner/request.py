@@ -133,10 +133,15 @@ class PlanRequest:
         return section
 
     @property
+    def in_host(self) -> frozenset[str]:
+        """What DeepSpeed keeps in host memory: ``optimizer`` and ``param``."""
+        sections = {kind: self.zero.get(f"offload_{kind}") or {} for kind in ("optimizer", "param")}
+        return frozenset(k for k, v in sections.items() if v.get("device", "none") != "none")
+
+    @property
     def offloads(self) -> bool:
         """Part of the state lies in host memory."""
-        sections = self.zero.keys() & {"offload_optimizer", "offload_param"}
-        return self.engine.cpu_offload or bool(sections)
+        return self.engine.cpu_offload or bool(self.in_host)
 
     @property
     def numbers(self) -> RunNumbers:

@@ -13,7 +13,7 @@ from disco_ds.distributed import World
 from disco_ds.losses.disco import DiscoConfig, GradientReduction
 from disco_ds.models import ModelConfig
 from disco_ds.optim import OptimConfig
-from disco_ds.planner.comm import gradient_bytes, step_traffic
+from disco_ds.planner.comm import gradient_bytes, hook_traffic
 from disco_ds.planner.memory import Memory, step_memory
 from disco_ds.planner.meter import MemoryMeter, Traffic
 from disco_ds.planner.plan import profile_of
@@ -54,6 +54,7 @@ class Prediction:
     request: PlanRequest
     memory: Memory
     traffic: list[Traffic]
+    """What a communication hook sees of it."""
 
     @property
     def peak(self) -> float:
@@ -105,7 +106,7 @@ def predict_run(
     )
     known = profile_of(request, like_cuda=like_cuda)
     memory = step_memory(request, known, like_cuda=like_cuda)
-    traffic = step_traffic(request, known)
+    traffic = hook_traffic(request, known)
     if config.comm_hook.compress is not None:
         traffic = [_compressed(entry, request) for entry in traffic]
     return Prediction(request, memory, traffic)

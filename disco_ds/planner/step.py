@@ -36,6 +36,7 @@ class Measured:
     at_rest: dict[str, int]
     """Live bytes between steps, by part."""
     traffic: list[Traffic]
+    """Nothing on a single rank, whose engine may call collectives all the same."""
     counted: dict[str, float]
     """What :class:`CountingHook` counted in this step (nothing on a single rank)."""
 
@@ -127,7 +128,7 @@ class MeteredStep:
             peak=meter.peak(),
             phases={name: meter.peaks[name] for name in PHASES if name in meter.peaks},
             at_rest={key: value for key, value in meter.live.items() if value and key != HOST},
-            traffic=meter.traffic(),
+            traffic=meter.traffic() if self.world.world_size > 1 else [],
             counted=self.counter.metrics(),
         )
 

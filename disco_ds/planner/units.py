@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 GIB = 2**30
@@ -10,16 +11,16 @@ _BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 _NUMBER = r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*"
 
 
-def parse_bytes(text: str, flag: str) -> int:
+def parse_bytes(text: str, flag: str, *, lowest: int = 1) -> int:
     """Bytes of ``40GiB``, ``80GB`` or ``40536MiB``.
 
     Raises:
-        ValueError: no number with a unit of bytes, or not positive; names the flag.
+        ValueError: no number with a unit of bytes, or below ``lowest``; names the flag.
     """
     found = re.fullmatch(_NUMBER + r"((?:[KMGT]i?)?)B", text, re.IGNORECASE)
     if found is None:
         raise ValueError(f"{flag} {text}: give a size with its unit, such as 40GiB or 80GB")
-    return _positive(found, text, flag)
+    return _value(found, text, flag, lowest)
 
 
 def parse_rate(text: str, flag: str) -> float:
@@ -28,10 +29,10 @@ def parse_rate(text: str, flag: str) -> float:
     Raises:
         ValueError: no rate, or not positive; names the flag.
     """
-    found = re.fullmatch(_NUMBER + r"((?:[kKMGT]i?)?)(B|bit|b)(?:/s|ps)", text)
+    found = re.fullmatch(_NUMBER + r"((?:[kmgtKMGT]i?)?)(B|bit|b)(?:/s|ps)", text)
     if found is None:
         raise ValueError(f"{flag} {text}: give a rate with its unit, such as 25GB/s or 200Gbit/s")
-    return _positive(found, text, flag) / (1 if found[3] == "B" else 8)
+    return _value(found, text, flag) / (1 if found[3] == "B" else 8)
 
 
 def parse_flops(text: str, flag: str) -> float:
@@ -43,14 +44,14 @@ def parse_flops(text: str, flag: str) -> float:
     found = re.fullmatch(_NUMBER + r"([KMGTP]?)(?:FLOPS?|FLOP/s)?", text, re.IGNORECASE)
     if found is None:
         raise ValueError(f"{flag} {text}: give operations per second, such as 312T")
-    return _positive(found, text, flag)
+    return _value(found, text, flag)
 
 
-def _positive(found: re.Match[str], text: str, flag: str) -> int:
+def _value(found: re.Match[str], text: str, flag: str, lowest: int = 1) -> int:
     prefix = found[2][:1].upper() + found[2][1:].lower()
     value = float(found[1]) * (_BINARY | _DECIMAL)[prefix]
-    if value <= 0:
-        raise ValueError(f"{flag} {text}: must be positive")
+    if not lowest <= value < math.inf:
+        raise ValueError(f"{flag} {text}: must be at least {lowest} and finite")
     return int(value)
 
 

@@ -1,116 +1,133 @@
-"""Which modules use which parameters, and what ZeRO stage 3 makes of that."""
+"""Which modules use which parameters, in the order of a pass, as ZeRO stage 3 gets to see it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+Kind = Literal["begin", "end", "back", "done"]
+Event = tuple[Kind, int]
+ROOT = 0
+
 
 @dataclass(frozen=True)
 class Uses:
-    """Which parameters (positions among all) modules use, in the order of their calls."""
+    """Modules by number, the whole model first, and what becomes of them in a pass.
 
-    forward: tuple[tuple[int, ...], ...]
-    """Modules as their forward begins."""
-    backward: tuple[tuple[int, ...], ...]
-    """Modules as their backward begins: the outer ones before what they contain."""
-    borrowed: frozenset[int]
-    """Parameters that a module uses which does not own them."""
+    A module's forward begins and ends; its backward comes back to it, and is done where its inputs
+    have gradients. Recomputed forwards are part of the backward.
+    """
+
+    parameters: tuple[tuple[int, ...], ...] = ()
+    """Positions (among all parameters) that a module uses, its own and those of others."""
+    forward: tuple[Event, ...] = ()
+    """A forward without graph."""
+    training: tuple[Event, ...] = ()
+    """A forward with graph, and its backward."""
 
 
 class UseRecorder:
-    """Records which module uses which parameter during a forward, its own or another's."""
+    """Hooks modules as ZeRO stage 3 does: inputs and outputs go through functions of its own."""
 
     def __init__(self, encoders: nn.Module) -> None:
-        self._encoders = encoders
         self._position = {id(p): i for i, p in enumerate(encoders.parameters())}
+        self._number = {module: number for number, module in enumerate(encoders.modules())}
         self._stack: list[nn.Module] = []
-        self._begun: list[nn.Module] = []
-        self._ended: list[nn.Module] = []
-        self._own: dict[nn.Module, dict[int, None]] = {}
-        self._borrowed: dict[nn.Module, dict[int, None]] = {}
-        self._handles: list[Any] = []
-
-    def __enter__(self) -> UseRecorder:
-        for module in self._encoders.modules():
+        self._waiting: dict[nn.Module, int] = {}
+        self._used: dict[nn.Module, dict[int, None]] = {}
+        self._events: list[Event] = []
+        for module in self._number:
             own = (p for p in module._parameters.values() if p is not None)
-            self._own[module] = dict.fromkeys(self._position[id(p)] for p in own)
-            module._parameters = _Watched(module._parameters, self, module)
-            self._handles += [
-                module.register_forward_pre_hook(self._begin),
-                module.register_forward_hook(self._end),
-            ]
-        return self
+            self._used[module] = dict.fromkeys(self._position[id(p)] for p in own)
+            module._parameters = _Watched(module._parameters, self)
+            module.register_forward_hook(self._end)
+            module.register_forward_pre_hook(self._begin)
 
-    def __exit__(self, *exception: Any) -> None:
-        for handle in self._handles:
-            handle.remove()
-        for module in self._own:
-            module._parameters = dict(module._parameters)
-
-    def _begin(self, module: nn.Module, inputs: Any) -> None:
-        self._stack.append(module)
-        self._begun.append(module)
-
-    def _end(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        self._ended.append(self._stack.pop())
-
-    def used(self, owner: nn.Module, parameter: Any) -> None:
+    def used(self, parameter: Any) -> None:
         """Called at every access by name."""
-        if parameter is not None and self._stack and self._stack[-1] is not owner:
-            user = self._borrowed.setdefault(self._stack[-1], {})
-            user[self._position[id(parameter)]] = None
+        if parameter is not None and self._stack:
+            self._used[self._stack[-1]][self._position[id(parameter)]] = None
 
-    def result(self) -> Uses:
-        """What was seen."""
+    def take(self) -> tuple[Event, ...]:
+        """Events since the last time."""
+        events, self._events = tuple(self._events), []
+        return events
 
-        def of(modules: Iterable[nn.Module]) -> tuple[tuple[int, ...], ...]:
-            return tuple(tuple(self._own[m] | self._borrowed.get(m, {})) for m in modules)
+    def parameters(self) -> tuple[tuple[int, ...], ...]:
+        """What modules used so far."""
+        return tuple(tuple(sorted(used)) for used in self._used.values())
 
-        borrowed = frozenset(i for used in self._borrowed.values() for i in used)
-        return Uses(of(self._begun), of(reversed(self._ended)), borrowed)
+    def _note(self, kind: Kind, module: nn.Module) -> None:
+        self._events.append((kind, self._number[module]))
+
+    def _begin(self, module: nn.Module, inputs: Any) -> Any:
+        self._note("begin", module)
+        self._stack.append(module)
+        self._waiting[module] = 0
+
+        def count(tensor: Tensor) -> Tensor:
+            self._waiting[module] += tensor.requires_grad
+            return _passed(tensor, arrived)
+
+        def arrived() -> None:
+            self._waiting[module] -= 1
+            if self._waiting[module] == 0:
+                self._note("done", module)
+
+        return tree_map_only(Tensor, count, inputs)
+
+    def _end(self, module: nn.Module, inputs: Any, output: Any) -> Any:
+        self._note("end", module)
+        self._stack.pop()
+
+        def arrived() -> None:
+            self._note("back", module)
+
+        return tree_map_only(Tensor, lambda tensor: _passed(tensor, arrived), output)
 
 
 class _Watched(dict[str, Any]):
-    """A module's parameters, telling who looks one up."""
+    """A module's parameters, telling when one is looked up."""
 
-    def __init__(self, parameters: dict[str, Any], recorder: UseRecorder, owner: nn.Module) -> None:
+    def __init__(self, parameters: dict[str, Any], recorder: UseRecorder) -> None:
         super().__init__(parameters)
-        self._recorder, self._owner = recorder, owner
+        self._recorder = recorder
 
     def __getitem__(self, name: str) -> Any:
         value = super().__getitem__(name)
-        self._recorder.used(self._owner, value)
+        self._recorder.used(value)
         return value
 
 
 class _Passed(torch.autograd.Function):
-    """What ZeRO stage 3 does with inputs and outputs of a module, for the order of its gathers."""
+    """Hands a tensor on, and tells when its gradient arrives."""
 
     @staticmethod
-    def forward(tensor: Tensor) -> Tensor:
+    def forward(tensor: Tensor, arrived: Callable[[], None]) -> Tensor:
         return tensor.detach()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        return
+        ctx.arrived = inputs[1]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return gradients
+        ctx.arrived()
+        return *gradients, None
 
 
-def hook_modules(encoders: nn.Module) -> None:
-    """Send inputs and outputs of every module through a function, as ZeRO stage 3 does."""
-    for module in encoders.modules():
-        module.register_forward_hook(lambda _, inputs, output: _pass(output))
-        module.register_forward_pre_hook(lambda _, inputs: _pass(inputs))
+def _passed(tensor: Tensor, arrived: Callable[[], None]) -> Tensor:
+    passed: Tensor = _Passed.apply(tensor, arrived)
+    return passed
 
 
-def _pass(value: Any) -> Any:
-    return tree_map_only(Tensor, _Passed.apply, value)
+def as_one_call(events: tuple[Event, ...]) -> tuple[Event, ...]:
+    """Join the calls of both towers, one after the other, to the one call that a step makes."""
+    end = events.index(("end", ROOT))
+    assert events[end + 1] == ("begin", ROOT)
+    return events[:end] + events[end + 2 :]

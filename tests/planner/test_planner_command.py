@@ -111,12 +111,56 @@ def test_plot(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         ({"optimizer": "lamb"}, ("lamb", "stage 2")),
         ({"gather": "ring", "gradient_reduction": "all_reduce"}, ("--gather ring",)),
         ({"strategy": "zero0", "precision": "fp16"}, ("torch_autocast", "fp16")),
+        ({"gpu_memory": "1e400GB"}, ("--gpu_memory 1e400GB", "finite")),
+        ({"link": "1e400GB/s"}, ("--link 1e400GB/s", "finite")),
+        ({"flops": "1e400"}, ("--flops 1e400", "finite")),
+        ({"reserved": "-1GiB"}, ("--reserved -1GiB",)),
+        ({"solve": True, "compare": True}, ("--solve and --compare", "one at a time")),
+        ({"compare": True, "trace": True}, ("--compare and --trace",)),
+        ({"loss": "fastclip"}, ("--num_samples 0",)),
+        ({"num_samples": 10}, ("--num_samples 10", "--loss fastclip")),
+        ({"fastclip_version": "v2"}, ("--fastclip_version v2", "--loss fastclip")),
+        (
+            {"loss": "siglip", "gradient_reduction": "all_reduce"},
+            ("--gradient_reduction all_reduce", "--loss disco"),
+        ),
+        ({"checkpoint_every": 3}, ("--checkpoint_every 3", "--activation_checkpointing")),
     ],
 )
 def test_refusals(changes: dict[str, Any], words: tuple[str, ...]) -> None:
     message = refused(**changes)
     for word in words:
         assert word in message
+
+
+def test_nothing_reserved_and_a_lower_case_rate(capsys: pytest.CaptureFixture[str]) -> None:
+    _, text = run(capsys, reserved="0B", link="100gbps", as_json=True)
+    hardware = json.loads(text)["hardware"]
+    assert (hardware["reserved"], hardware["link"]) == (0, 12.5e9)
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_offload_is_what_the_file_says(
+    strategy: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "own.json"
+    zero: dict[str, Any] = {"stage": int(strategy[-1]), "offload_optimizer": {"device": "cpu"}}
+    path.write_text(json.dumps({"zero_optimization": zero}))
+    other = f"{strategy}_offload"
+    assert f"use --strategy {other}" in refused(deepspeed_config=path, strategy=strategy)
+    _, text = run(capsys, deepspeed_config=path, strategy=other, as_json=True)
+    assert "optimizer" in json.loads(text)["memory"]["host"]
+    zero["offload_optimizer"] = {"device": "none"}
+    path.write_text(json.dumps({"zero_optimization": zero}))
+    assert f"use --strategy {strategy}" in refused(deepspeed_config=path, strategy=other)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp2", "zero2", "zero3"])
+def test_a_single_gpu_sends_nothing(capsys: pytest.CaptureFixture[str], strategy: str) -> None:
+    changes: dict[str, Any] = {"gpus": 1, "global_batch_size": 64, "strategy": strategy}
+    _, text = run(capsys, trace=True, **changes)
+    assert "calls and bytes as predicted" in text
 
 
 def test_a_deepspeed_file_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
