@@ -38,7 +38,7 @@ from disco_ds.preemption import (
     listen_for_stop,
     stop_reason,
 )
-from disco_ds.presets import DEMO_DATA, PRESETS
+from disco_ds.presets import DEMO_DATA, DEMO_PRESETS, PRESETS
 from disco_ds.ranks import resolve_ranks
 from disco_ds.report.command import ReportCommand
 from disco_ds.watchdog import Watchdog
@@ -108,7 +108,7 @@ def _run(config: TrainConfig, preset: str | None, world: World, watchdog: Watchd
     from disco_ds.run_plan import plan_run
     from disco_ds.trainer import Preempted, Trainer, summarize
 
-    if preset == "demo":
+    if preset in DEMO_PRESETS:
         with agreed(world):
             if world.is_main:
                 ensure_demo(DEMO_DATA)

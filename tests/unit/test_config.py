@@ -131,6 +131,15 @@ def test_every_setting_has_help() -> None:
     assert seen < 120
 
 
+def test_demo_with_fastclip_reaches_its_lowest_gamma_halfway() -> None:
+    config = PRESETS["demo_fastclip"]()
+    assert isinstance(config.loss, FastCLIPConfig) and config.steps is not None
+    train_samples = 3544  # what ensure_demo writes
+    epochs = config.steps * config.global_batch_size / train_samples
+    assert config.loss.gamma_decay_epochs == pytest.approx(epochs / 2, rel=0.02)
+    assert config.evaluation == PRESETS["demo"]().evaluation
+
+
 def test_fastclip_presets_carry_the_published_numbers() -> None:
     expected = {
         "cc3m": ("RN50", 1024, 37, 1e-3, 0.2, 18, 2e-4, 6.5),
