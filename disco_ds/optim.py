@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 OptimizerName = Literal["adamw", "lamb", "lion", "sgdm"]
 
@@ -102,8 +102,9 @@ def build_optimizer(config: OptimConfig, groups: Iterable[Any]) -> torch.optim.O
     """
     betas = (config.beta1, config.beta2)
     if config.name == "adamw":
+        # fused: one kernel without temporaries, which torch brings compiled, for the CPU too.
         return torch.optim.AdamW(
-            groups, lr=config.lr, betas=betas, eps=config.eps, weight_decay=0.0
+            groups, lr=config.lr, betas=betas, eps=config.eps, weight_decay=0.0, fused=True
         )
     if config.name == "sgdm":
         return torch.optim.SGD(groups, lr=config.lr, momentum=config.beta1, weight_decay=0.0)
@@ -134,6 +135,12 @@ def build_temperature_optimizer(
         return torch.optim.SGD(parameters, lr=config.lr)
     name: OptimizerName = "adamw" if config.name == "lamb" else config.name
     return build_optimizer(replace(config, name=name), parameters)
+
+
+def step_tensor(optimizer: torch.optim.Optimizer, parameter: Tensor, steps: int) -> Tensor:
+    """The count of steps in a parameter's state: fused kernels want it on their device."""
+    is_fused = optimizer.defaults.get("fused")
+    return torch.tensor(float(steps), device=parameter.device if is_fused else "cpu")
 
 
 def set_step_count(optimizer: torch.optim.Optimizer, steps: int) -> None:

@@ -23,6 +23,7 @@ from disco_ds.models import (
     model_config_json,
     split_state_dict,
 )
+from disco_ds.optim import step_tensor
 from disco_ds.run_plan import RunPlan
 from disco_ds.strategies.base import EngineState, Strategy
 
@@ -170,8 +171,9 @@ class RunState:
                 if owner == name
             }
             if state:
-                state["step"] = torch.tensor(float(shared["optimizer_steps"]))
-                self.temperature_optimizer.state[parameter] = state
+                optimizer = self.temperature_optimizer
+                state["step"] = step_tensor(optimizer, parameter, shared["optimizer_steps"])
+                optimizer.state[parameter] = state
 
     def _restore_own(self, snapshot: Snapshot) -> None:
         """What belongs to a rank of as many ranks; else it starts anew, from the mean."""

@@ -12,8 +12,8 @@ Parts = dict[str, float]
 
 # Bytes of optimizer state per element, beside the fp32 weight.
 OPTIMIZER_BYTES = {"adamw": 8, "lamb": 8, "lion": 4, "sgdm": 4}
-# Temporaries of a step that updates all tensors at once, per element.
-FOREACH_BYTES = {"adamw": 4, "lamb": 12, "lion": 4, "sgdm": 4}
+# Temporaries of a step that updates all tensors at once, per element; adamw is fused.
+FOREACH_BYTES = {"adamw": 0, "lamb": 12, "lion": 4, "sgdm": 4}
 DEFAULT_ZERO_BUCKET = 500_000_000
 PERSISTENCE_THRESHOLD = 100_000
 
@@ -83,8 +83,11 @@ def _replicated(request: PlanRequest, profile: Profile, like_cuda: bool) -> Engi
 
 
 def _temporaries(request: PlanRequest, elements: float, largest: int, like_cuda: bool) -> float:
-    """On a GPU optimizers update all tensors at once, on a CPU one by one (two temporaries)."""
-    if not like_cuda:
+    """On a GPU optimizers update all tensors at once, on a CPU one by one (two temporaries).
+
+    AdamW is one kernel on both, without temporaries.
+    """
+    if not like_cuda and request.optim.name != "adamw":
         return 8.0 * largest
     return FOREACH_BYTES[request.optim.name] * elements
 

@@ -84,5 +84,5 @@ def use_foreach(strategy: Strategy) -> None:
     """On a GPU torch's optimizers update many tensors per launch, which takes temporaries."""
     inner: Any = getattr(strategy, "optimizer", None) or getattr(strategy, "_torch_optimizer", None)
     for group in inner.param_groups:
-        if group.get("foreach", False) is None:
+        if group.get("foreach", False) is None and not group.get("fused"):
             group["foreach"] = True

@@ -21,6 +21,7 @@ from disco_ds.optim import (
     parameter_groups,
     set_learning_rate,
     set_step_count,
+    step_tensor,
 )
 from disco_ds.strategies.base import (
     EngineState,
@@ -164,7 +165,7 @@ class PlainStrategy(Strategy):
             own = {key: torch.zeros_like(parameter) for key in keys}
             copy_into({f"{k}/{name}": value for k, value in own.items()}, state.moments, self._copy)
             if keys:
-                step = torch.tensor(float(state.optimizer_steps))
+                step = step_tensor(self.optimizer, parameter, state.optimizer_steps)
                 self.optimizer.state[parameter] = {"step": step, **own}
         set_step_count(self.optimizer, state.optimizer_steps)
         self.optimizer_steps = state.optimizer_steps

@@ -20,6 +20,7 @@ from disco_ds.optim import (
     parameter_groups,
     set_learning_rate,
     set_step_count,
+    step_tensor,
 )
 from disco_ds.strategies.base import (
     EngineState,
@@ -284,7 +285,7 @@ class ZeroStrategy(Strategy):
             for parameter in self._optimizer_parameters(group):
                 optimizer.state[parameter] = (
                     {
-                        "step": torch.tensor(float(steps)),
+                        "step": step_tensor(optimizer, parameter, steps),
                         **{key: torch.zeros_like(parameter) for key in keys},
                     }
                     if keys

@@ -216,6 +216,7 @@ def main() -> None:
     note = f"{datetime.date.today()}, {options.model}, {options.ranks} ranks, {versions}, {machine}"
     for row in table:
         print("  ".join(f"{key}={value}" for key, value in row.items()))
+    print("in short: seconds: " + ", ".join(f"{row['what']} {row['total_s']}" for row in table))
     if not options.quick:
         options.output.parent.mkdir(exist_ok=True)
         with options.output.open("w", newline="") as file:

@@ -176,9 +176,11 @@ def write(rows: dict, options: argparse.Namespace, world_size: int, path: Path) 
     ratios = [a / b for a, b in zip(rows["ours"][0], rows["original"][0], strict=True)]
     low, middle, high = min(ratios), statistics.median(ratios), max(ratios)
     print(path.read_text(), end="")
-    print(f"time ours/original {middle:.2f} ({low:.2f} to {high:.2f})")
-    print(f"wire ours/original {rows['ours'][1] / rows['original'][1]:.2f}")
-    print(f"state ours/original {rows['ours'][2] / rows['original'][2]:.2f}")
+    print(
+        f"in short: ours/original: time {middle:.2f} ({low:.2f} to {high:.2f}), "
+        f"wire {rows['ours'][1] / rows['original'][1]:.2f}, "
+        f"state {rows['ours'][2] / rows['original'][2]:.2f}"
+    )
 
 
 def main() -> None:

@@ -58,6 +58,8 @@ def main() -> None:
         writer.writerows(rows)
     print(aligned([list(rows[0]), *([str(value) for value in row.values()] for row in rows)]))
     print(f"simulated, nothing measured; wrote {options.output}")
+    fitting = [row["fits"] for row in rows[: len(HEADLINES)]]
+    print(f"in short: published batches {[batch for batch, _ in HEADLINES]} fit: {fitting}")
 
 
 def headline(batch: int, gpus: int) -> dict[str, Any]:
