@@ -217,7 +217,7 @@ def cpu_seconds() -> float:
 
     me = psutil.Process()
     times = [process.cpu_times() for process in [me, *me.children(recursive=True)]]
-    return sum(t.user + t.system for t in times)
+    return float(sum(t.user + t.system for t in times))
 
 
 class peak_memory:  # noqa: N801  (a context manager, used like a function)

@@ -187,7 +187,7 @@ def _whole_step(world: World, pairs: int, loss: Any, *, compress: bool) -> Step:
 
     def step() -> None:
         contrastive_backward(strategy, normalised, temperature, batch, micro_batch_size=pairs)  # type: ignore[arg-type]
-        mean_over_ranks_([temperature.logit_scale.grad], world)
+        mean_over_ranks_([p.grad for p in (temperature.logit_scale,) if p.grad is not None], world)
         strategy.step(1e-4)
         temperature.logit_scale.grad = None
 

@@ -115,8 +115,10 @@ def _request(model: str, gpus: int, batch: int) -> PlanRequest:
 
 
 def _row(**values: Any) -> dict[str, Any]:
-    names = ("kind", "model", "gpus", "card", "one_forward", "micro_batches_of_256")
-    names += ("traced_GiB", "closed_GiB", "needed_GiB", "fits", "traffic_as_planned", "published")
+    names = (
+        *("kind", "model", "gpus", "card", "one_forward", "micro_batches_of_256"),
+        *("traced_GiB", "closed_GiB", "needed_GiB", "fits", "traffic_as_planned", "published"),
+    )
     assert set(values) <= set(names)
     return {name: values.get(name, "") for name in names}
 

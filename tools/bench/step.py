@@ -22,7 +22,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +125,7 @@ class Stopwatch:
         self._open.pop()
 
 
-def watch(parts: dict[str, tuple[str, ...]], last: str) -> Stopwatch:
+def watch(parts: Mapping[str, tuple[str, ...]], last: str) -> Stopwatch:
     """Put the stopwatch around everything in ``parts`` ("module:attribute.path")."""
     stopwatch = Stopwatch()
     for part, places in parts.items():

@@ -140,7 +140,8 @@ def run(command: Sequence[str], kind: str, batch: int) -> Timing:
         text=True,
         env=environment,
     )
-    timing, tail = Timing(), []
+    timing = Timing()
+    tail: list[str] = []
     watcher = threading.Thread(target=_watch, args=(process, timing))
     watcher.start()
     assert process.stdout is not None
