@@ -84,12 +84,16 @@ def compare(found: dict[str, list[Curve]]) -> list[dict[str, Any]]:
                 "last_loss": round(statistics.mean(curve.last for curve in curves), 4),
                 "last_loss_sd": round(_sd([curve.last for curve in curves]), 4),
                 "difference": round(statistics.mean(a.last - b.last for a, b in pairs), 4),
-                "largest_difference": round(max(abs(a.last - b.last) for a, b in pairs), 4),
+                "largest_of_a_step": round(max(_distance(a, b) for a, b in pairs), 4),
                 "recall_at_1": round(100 * statistics.mean(curve.recall for curve in curves), 1),
                 "recall_sd": round(100 * _sd([curve.recall for curve in curves]), 1),
             }
         )
     return rows
+
+
+def _distance(one: Curve, other: Curve) -> float:
+    return max(abs(a - b) for a, b in zip(one.losses, other.losses, strict=True))
 
 
 def _sd(values: list[float]) -> float:
@@ -115,9 +119,9 @@ def main() -> None:
     if not options.quick:
         write(rows, found, options)
     print(
-        f"in short: bf16 gradients with error feedback change the last loss by "
-        f"{rows[1]['difference']:+} ({rows[1]['seeds']} seeds, sd between seeds "
-        f"{rows[0]['last_loss_sd']}), without by {rows[2]['difference']:+}"
+        f"in short: bf16 gradients move the loss of a step by at most {rows[1]['largest_of_a_step']} "
+        f"(without error feedback {rows[2]['largest_of_a_step']}); {rows[0]['seeds']} seeds have a sd "
+        f"of {rows[0]['last_loss_sd']}"
     )
 
 
