@@ -118,10 +118,10 @@ def main() -> None:
         print("  ".join(f"{key}={value}" for key, value in row.items()))
     if not options.quick:
         write(rows, found, options)
+    feedback, plain = rows[1]["largest_of_a_step"], rows[2]["largest_of_a_step"]
     print(
-        f"in short: bf16 gradients move the loss of a step by at most {rows[1]['largest_of_a_step']} "
-        f"(without error feedback {rows[2]['largest_of_a_step']}); {rows[0]['seeds']} seeds have a sd "
-        f"of {rows[0]['last_loss_sd']}"
+        f"in short: bf16 gradients move the loss of a step by at most {feedback} (without error "
+        f"feedback {plain}); {len(options.seeds)} seeds have a sd of {rows[0]['last_loss_sd']}"
     )
 
 
@@ -145,15 +145,18 @@ def write(
 
 
 def draw(curves: dict[str, list[list[float]]], path: Path) -> None:
-    """All curves; one colour per variant."""
+    """All curves, one colour per variant; and how far each is from fp32 at the same seed."""
     import matplotlib.pyplot as plt
 
-    figure, axis = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    figure, (loss, difference) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
     for number, (name, own) in enumerate(curves.items()):
-        for seed, losses in enumerate(own):
-            axis.plot(losses, color=f"C{number}", linewidth=0.8, label=name if seed == 0 else None)
-    axis.set(xlabel="step", ylabel="loss", title="gradients between 2 ranks, same seeds")
-    axis.legend()
+        for seed, (losses, base) in enumerate(zip(own, curves["fp32"], strict=True)):
+            style = {"color": f"C{number}", "linewidth": 0.8, "label": "" if seed else name}
+            loss.plot(losses, **style)
+            difference.plot([a - b for a, b in zip(losses, base, strict=True)], **style)
+    loss.set(xlabel="step", ylabel="loss")
+    difference.set(xlabel="step", ylabel="loss less that of fp32, same seed")
+    difference.legend()
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
