@@ -153,40 +153,6 @@ def contrastive_backward(
     return value
 
 
-def local_gradients(
-    strategy: Engine,
-    loss: ContrastiveLoss,
-    temperature: Temperature,
-    pairs: Pairs,
-    *,
-    micro_batch_size: int,
-) -> dict[str, Tensor]:
-    """This rank's share of the encoder gradients, by parameter, before any reduction.
-
-    For looking into a step that went wrong: the engine, its gradients and the random state are
-    left alone. Parameters must be whole on this rank. Collective, through loss and encoding.
-    """
-    sizes = micro_batch_sizes(len(pairs.index), micro_batch_size, strategy.world)
-    before = RandomState.capture(pairs.image.device)
-    parts = pairs.split(sizes)
-    features, _ = _encode_without_graph(strategy, parts)
-    _, gradients = _loss_gradients(loss, temperature, features, pairs.index)
-    shares = list(zip(*(gradient.split(sizes) for gradient in gradients), strict=True))
-    named = {name: p for name, p in strategy.module.named_parameters() if p.requires_grad}
-    total: dict[str, Tensor] = {}
-    with frozen_running_statistics(strategy.module):
-        for part, share in zip(parts, shares, strict=True):
-            own = strategy.module(part.image, part.text)
-            found = torch.autograd.grad(
-                _surrogate(own, share), list(named.values()), allow_unused=True
-            )
-            for name, gradient in zip(named, found, strict=True):
-                if gradient is not None:
-                    total[name] = total[name] + gradient if name in total else gradient
-    before.restore()
-    return total
-
-
 Features = tuple[Tensor, Tensor]
 
 

@@ -6,9 +6,10 @@ import json
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,7 +30,7 @@ from disco_ds.distributed import (
     sum_over_ranks,
 )
 from disco_ds.evaluation.run import Evaluator, publish
-from disco_ds.grad_cache import NonFiniteLoss, Pairs, contrastive_backward, local_gradients
+from disco_ds.grad_cache import NonFiniteLoss, Pairs, RandomState, contrastive_backward
 from disco_ds.losses.base import ContrastiveLoss
 from disco_ds.metrics import (
     MetricsLog,
@@ -47,6 +48,7 @@ from disco_ds.models import (
     decode_captions,
     initial_logit_bias,
 )
+from disco_ds.nonfinite import broken_gradients
 from disco_ds.optim import build_temperature_optimizer, learning_rate, set_learning_rate
 from disco_ds.plan_watch import PlanWatch
 from disco_ds.preemption import stop_reason
@@ -55,6 +57,7 @@ from disco_ds.report import record_start
 from disco_ds.run_plan import RunPlan
 from disco_ds.run_state import Counters, RunState
 from disco_ds.strategies.base import Strategy
+from disco_ds.strategies.loss_scale import LossScaleSpent
 from disco_ds.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -270,9 +273,18 @@ class Trainer:
 
     def _train_step(self, batch: Batch) -> dict[str, float] | None:
         """Forward, backward and update; returns values to log, None when the step was skipped."""
+        # The forward pass of a step that is skipped has written to them.
+        statistics = self.strategy.own_statistics()
+        values = self._take_step(batch)
+        if values is None:
+            self.strategy.load_own_statistics(statistics)
+        return values
+
+    def _take_step(self, batch: Batch) -> dict[str, float] | None:
         config, counters = self.config, self.counters
         self.watchdog.enter("forward and backward")
         pairs = _on_device(batch, self.world.device)
+        random = RandomState.capture(self.world.device)
         self.loss.set_progress(self.loader.epoch)
         self.temperature_optimizer.zero_grad(set_to_none=True)
         counters.samples_seen += config.global_batch_size
@@ -290,10 +302,15 @@ class Trainer:
             return None
         self.watchdog.enter("optimizer step")
         lr = self._learning_rate(config.optim.lr)
-        result = self.strategy.step(lr)
+        find_broken = partial(self._broken_gradients, pairs, random)
+        try:
+            result = self.strategy.step(lr)
+        except LossScaleSpent as error:
+            self.loss.after_step(True)
+            self.refusal.of_overflow(error, find_broken)
         self.loss.after_step(result.skipped)
         if result.skipped:
-            self.refusal.of_gradients(result.grad_norm, lambda: self._broken_gradients(pairs))
+            self.refusal.of_gradients(result.grad_norm, find_broken)
             return None
         self._step_temperature()
         counters.step += 1
@@ -306,24 +323,27 @@ class Trainer:
     def _micro_batches(self) -> dict[str, int]:
         return {"micro_batch_size": self.config.micro_batch_size or self.plan.local_batch_size}
 
-    def _broken_gradients(self, pairs: Pairs) -> list[str]:
-        """Parameters whose gradient is not finite on this rank, found by doing the step again."""
-        if not self.strategy.has_whole_parameters:
-            return []
-        with self.strategy.computing():
-            found = local_gradients(
-                self.strategy, self.loss, self.temperature, pairs, **self._micro_batches
-            )
+    def _broken_gradients(self, pairs: Pairs, random: RandomState) -> list[str]:
+        """Names of this rank's gradients that are not finite. Collective."""
+        self.watchdog.enter("looking for the gradient that is not finite")
+        found = broken_gradients(
+            self.strategy, self.loss, self.temperature, pairs, random, **self._micro_batches
+        )
         self.loss.after_step(True)
-        return [name for name, gradient in found.items() if not gradient.isfinite().all()]
+        return found
 
     def _learning_rate(self, peak: float) -> float:
         return learning_rate(self.config.optim, self.counters.step, self.total_steps, peak=peak)
 
     def _step_temperature(self) -> None:
         """The same update on every rank: exact mean of the gradients, then the bounds."""
-        gradients = [p.grad for p in self.temperature.parameters() if p.grad is not None]
-        mean_over_ranks_(gradients, self.world)
+        named = self.temperature.named_parameters()
+        gradients = {name: p.grad for name, p in named if p.grad is not None}
+        broken = _not_finite(gradients)
+        mean_over_ranks_(list(gradients.values()), self.world)
+        if _not_finite(gradients):
+            self.refusal.of_temperature(broken)
+            return
         peak = self.config.temperature.lr or self.config.optim.lr
         lr = self.loss.temperature_lr(self._learning_rate(peak))
         set_learning_rate(self.temperature_optimizer, lr)
@@ -418,6 +438,10 @@ def _temperature_config(config: TrainConfig) -> TemperatureConfig:
 
 def _is_due(step: int, every: int | None) -> bool:
     return every is not None and step > 0 and step % every == 0
+
+
+def _not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
+    return [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
 
 
 def _on_device(batch: Batch, device: torch.device) -> Pairs:

@@ -156,7 +156,8 @@ def _write_safetensors(weights: Sequence[Path], output: Path, dtype: DtypeName) 
         files = [stack.enter_context(safe_open(path, framework="pt")) for path in weights]
         names = sorted(files[0].keys())
         specs = [_spec(name, files[0].get_tensor(name), dtype) for name in names]
-        write_tensors(output, specs, _averages(files, specs))
+        with output.open("wb") as file:
+            write_tensors(file, specs, _averages(files, specs))
 
 
 def _spec(name: str, tensor: Tensor, dtype: DtypeName) -> TensorSpec:

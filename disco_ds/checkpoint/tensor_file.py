@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -44,8 +44,16 @@ class TensorSpec:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def write_tensors(path: Path, specs: Sequence[TensorSpec], tensors: Iterable[Tensor]) -> None:
-    """Write ``tensors``, which come in the order of ``specs`` and fit them."""
+class Sink(Protocol):
+    """Where bytes go."""
+
+    def write(self, block: Any, /) -> object:
+        """Take over a bytes-like object."""
+        ...
+
+
+def write_tensors(sink: Sink, specs: Sequence[TensorSpec], tensors: Iterable[Tensor]) -> None:
+    """Write ``tensors``, which come in the order of ``specs`` and fit them; copies nothing."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for spec in specs:
@@ -57,10 +65,16 @@ def write_tensors(path: Path, specs: Sequence[TensorSpec], tensors: Iterable[Ten
         }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for spec, tensor in zip(specs, tensors, strict=True):
-            if tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:
-                raise ValueError(f"{spec.name}: {tensor.shape} {tensor.dtype} is not {spec}")
-            flat = tensor.contiguous().reshape(-1)
-            flat.view(torch.uint8).numpy().tofile(file)
+    sink.write(struct.pack("<Q", len(text)) + text)
+    for spec, tensor in zip(specs, tensors, strict=True):
+        if tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:
+            raise ValueError(f"{spec.name}: {tensor.shape} {tensor.dtype} is not {spec}")
+        flat = tensor.detach().contiguous().reshape(-1)
+        sink.write(flat.view(torch.uint8).numpy().data)
+
+
+def write_all(sink: Sink, tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors on the CPU by name, in the order of the library: wide dtypes first."""
+    order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+    specs = [TensorSpec(name, tensors[name].dtype, tuple(tensors[name].shape)) for name in order]
+    write_tensors(sink, specs, (tensors[name] for name in order))

@@ -7,6 +7,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ from disco_ds.checkpoint.folder import (
     step_folder,
     versions,
 )
+from disco_ds.checkpoint.hashed_file import hashed_file
+from disco_ds.checkpoint.tensor_file import write_all
 from disco_ds.distributed import AgreedError, World, agreed, gather_objects
 
 Manifest = dict[str, dict[str, Any]]
@@ -201,14 +204,10 @@ def _reason(error: Exception, partial: Path) -> str:
 
 
 def _write_files(partial: Path, snapshot: Snapshot, world: World) -> Manifest:
-    from safetensors.torch import save_file
-
-    names = [rank_file(world.rank)]
-    torch.save(snapshot.rank_state, partial / names[0])
+    own = partial / rank_file(world.rank)
+    torch.save(snapshot.rank_state, own)
+    manifest = {own.name: _flushed(own)}
     if world.is_main:
-        names += [MODEL_FILE, OPTIMIZER_FILE, STATE_FILE]
-        save_file(_contiguous(snapshot.model), partial / MODEL_FILE)
-        save_file(_contiguous(snapshot.optimizer), partial / OPTIMIZER_FILE)
         state = {
             "format": FORMAT,
             "step": snapshot.step,
@@ -217,11 +216,22 @@ def _write_files(partial: Path, snapshot: Snapshot, world: World) -> Manifest:
             **snapshot.shared,
         }
         _write_text(partial / STATE_FILE, json.dumps(state, indent=1))
-    return {name: _flushed(partial / name) for name in names}
+        manifest[STATE_FILE] = _flushed(partial / STATE_FILE)
+        manifest |= _write_tensors(partial, snapshot)
+    return manifest
 
 
-def _contiguous(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.contiguous() for name, tensor in tensors.items()}
+def _write_tensors(partial: Path, snapshot: Snapshot) -> Manifest:
+    files = {}
+    with ExitStack() as stack:
+        for name, tensors in (
+            (MODEL_FILE, snapshot.model),
+            (OPTIMIZER_FILE, snapshot.optimizer),
+        ):
+            # Both are open to the end: one goes to disk while the other is written.
+            files[name] = stack.enter_context(hashed_file(partial / name))
+            write_all(files[name], tensors)
+    return {name: file.entry() for name, file in files.items()}
 
 
 def _flushed(path: Path) -> dict[str, Any]:

@@ -67,6 +67,7 @@ class Strategy(ABC):
         self.config = engine or EngineConfig()
         self._hook: CommHook | None = None
         self._handle: HookHandle | None = None
+        self._statistics_names: list[str] | None = None
 
     def check_optimizer(self, optim: OptimConfig) -> None:
         """Refuse an optimizer that this strategy cannot run exactly.
@@ -140,14 +141,19 @@ class Strategy(ABC):
         Collective: all ranks call it equally often, with any batch sizes.
         """
 
-    @property
-    def has_whole_parameters(self) -> bool:
-        """Every rank holds all of every parameter between steps."""
-        return True
-
     def computing(self) -> AbstractContextManager[object]:
         """Surround a direct call of :attr:`module` to compute in the strategy's precision."""
         return nullcontext()
+
+    @contextmanager
+    def leaves(self) -> Iterator[dict[str, Tensor]]:
+        """The trainable tensors that autograd meets in :attr:`module`, by parameter name.
+
+        Inside, the module may be called directly and ``torch.autograd.grad`` asked for gradients
+        of leaves: they are this rank's own, whole, and the engine does not learn of them.
+        Collective, and so are calls and backward passes of the module inside.
+        """
+        yield {name: p for name, p in self.module.named_parameters() if p.requires_grad}
 
     def accumulate(self) -> AbstractContextManager[None]:
         """Surround the backward calls of one step; gradients are reduced once."""
@@ -166,7 +172,11 @@ class Strategy(ABC):
 
     @abstractmethod
     def step(self, lr: float) -> StepResult:
-        """Clip, update with this learning rate, clear the gradients. Collective."""
+        """Clip, update with this learning rate, clear the gradients. Collective.
+
+        Raises:
+            LossScaleSpent: on all ranks.
+        """
 
     @abstractmethod
     def state(self) -> EngineState:
@@ -206,21 +216,27 @@ class Strategy(ABC):
 
         So that training does not depend, in the last bits, on when it was evaluated and saved.
         """
-        own = {name: buffer.clone() for name, buffer in self._statistics().items()}
+        own = self.own_statistics()
         try:
             yield own
         finally:
             self.load_own_statistics(own)
 
+    def own_statistics(self) -> dict[str, Tensor]:
+        """Copies of this rank's running statistics; nothing without BatchNorm."""
+        return {name: buffer.clone() for name, buffer in self._statistics().items()}
+
     def load_own_statistics(self, values: Mapping[str, Tensor]) -> None:
-        """Take over what :meth:`keeping_statistics` yields; nothing without BatchNorm."""
+        """Take over what :meth:`own_statistics` returns."""
         buffers = self._statistics()
         for name, value in values.items():
             buffers[name].copy_(value)
 
     def _statistics(self) -> dict[str, Tensor]:
-        buffers = persistent_buffers(self.module)
-        return {name: buffer for name, buffer in buffers.items() if buffer.is_floating_point()}
+        if self._statistics_names is None:
+            buffers = persistent_buffers(self.module).items()
+            self._statistics_names = [name for name, b in buffers if b.is_floating_point()]
+        return {name: self.module.get_buffer(name) for name in self._statistics_names}
 
 
 def ensure_process_group(world: World) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from disco_ds.blocks import transformer_blocks
 from disco_ds.models import Encoders
 from disco_ds.strategies.base import EngineState, ensure_process_group
+from disco_ds.strategies.gather import Held, gather_on_main
 from disco_ds.strategies.plain import LOW_PRECISION, PlainStrategy
 
 
@@ -50,10 +51,23 @@ class FSDP2Strategy(PlainStrategy):
         fully_shard(encoders, **shard)
         return encoders
 
-    @property
-    def has_whole_parameters(self) -> bool:
-        """Shards."""
-        return False
+    @contextmanager
+    def leaves(self) -> Iterator[dict[str, Tensor]]:
+        """The gathered parameters, found unit by unit: one more gathering of each.
+
+        A unit keeps these tensor objects while it is sharded, without their data.
+        """
+        self._reshard()
+        found: dict[str, Tensor] = {}
+        for unit in self._units():
+            unit.unshard()
+            gathered = self._trainable().items()
+            found |= {name: p for name, p in gathered if not isinstance(p, DTensor)}
+            unit.reshard()
+        try:
+            yield found
+        finally:
+            self._reshard()
 
     def _precision_policy(self) -> MixedPrecisionPolicy:
         if self.precision == "fp32":
@@ -93,7 +107,7 @@ class FSDP2Strategy(PlainStrategy):
         return math.sqrt(square) if torch.isfinite(square) else float(square)
 
     def state(self) -> EngineState:
-        """Gather tensor by tensor, on the main rank. One all-gather per tensor and kind."""
+        """Gather on the main rank, see :func:`~disco_ds.strategies.gather.gather_on_main`."""
         self._reshard()
         return super().state()
 
@@ -103,22 +117,33 @@ class FSDP2Strategy(PlainStrategy):
         super().load_state(state)
 
     def _reshard(self) -> None:
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        for unit in self._units():
+            unit.reshard()
 
-    def _whole(self, tensor: Tensor) -> Tensor:
-        if not isinstance(tensor, DTensor):
-            return tensor
-        whole: Tensor = cast(DTensor, tensor.to(self.world.device)).full_tensor()
-        return whole
+    def _units(self) -> list[FSDPModule]:
+        return [module for module in self.model.modules() if isinstance(module, FSDPModule)]
+
+    def _collect(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return gather_on_main([self._held(*named) for named in tensors.items()], self.world)
+
+    def _held(self, name: str, tensor: Tensor) -> Held:
+        """This rank's rows; a tensor that is not sharded belongs to the main rank."""
+        own = _local(tensor)
+        if isinstance(tensor, DTensor):
+            start, count = self._first_row(tensor) * math.prod(tensor.shape[1:]), own.numel()
+        else:
+            start, count = 0, own.numel() * self.world.is_main
+        return Held(name, tuple(tensor.shape), tensor.dtype, start, count, own.detach)
+
+    def _first_row(self, whole: Tensor) -> int:
+        return min(len(whole), self.world.rank * -(-len(whole) // self.world.world_size))
 
     def _copy(self, target: Tensor, value: Tensor) -> None:
         if not isinstance(target, DTensor):
             target.copy_(value)
             return
         local = target.to_local()
-        start = self.world.rank * -(-len(value) // self.world.world_size)
+        start = self._first_row(value)
         local.copy_(value[start : start + len(local)])
 
 

@@ -5,6 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 
+class LossScaleSpent(ValueError):
+    """Gradients overflow at the smallest scale; the step changed nothing. On all ranks."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "--precision fp16: gradients overflow at the smallest loss scale; use --precision bf16"
+        )
+
+
 class LossScale:
     """A power of two that lifts small fp16 gradients over the underflow limit.
 
@@ -35,7 +44,7 @@ class LossScale:
         """Halve after an overflow, double after many good steps.
 
         Raises:
-            ValueError: overflow at the smallest scale.
+            LossScaleSpent: overflow at the smallest scale.
         """
         if not overflow:
             self._good_steps += 1
@@ -43,8 +52,5 @@ class LossScale:
                 self.value, self._good_steps = self.value * 2, 0
             return
         if self.value <= self.MINIMUM:
-            raise ValueError(
-                "--precision fp16: gradients overflow at the smallest loss scale; "
-                "use --precision bf16"
-            )
+            raise LossScaleSpent
         self.value, self._good_steps = self.value / 2, 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -134,24 +134,24 @@ class PlainStrategy(Strategy):
 
     def state(self) -> EngineState:
         """Copies of parameters, buffers and moments, on the CPU; kept on the main rank."""
-        scale = self.loss_scale.state() if self.loss_scale else None
-        state = EngineState({}, {}, self.optimizer_steps, scale)
-        for name, tensor in self._weights().items():
-            self._keep(state.parameters, name, tensor)
-        for name, parameter in self._trainable().items():
-            for key, value in self.optimizer.state.get(parameter, {}).items():
-                if key != "step":
-                    self._keep(state.moments, f"{key}/{name}", value)
-        return state
+        moments = {
+            f"{key}/{name}": value
+            for name, parameter in self._trainable().items()
+            for key, value in self.optimizer.state.get(parameter, {}).items()
+            if key != "step"
+        }
+        return EngineState(
+            self._collect(self._weights()),
+            self._collect(moments),
+            self.optimizer_steps,
+            self.loss_scale.state() if self.loss_scale else None,
+        )
 
-    def _keep(self, kept: dict[str, Tensor], name: str, tensor: Tensor) -> None:
-        whole = self._whole(tensor.detach())
-        if self.world.is_main:
-            kept[name] = whole.to("cpu", copy=True)
-
-    def _whole(self, tensor: Tensor) -> Tensor:
-        """All of a possibly sharded tensor. Collective."""
-        return tensor
+    def _collect(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Possibly sharded tensors, whole, on the main rank's CPU. Collective."""
+        if not self.world.is_main:
+            return {}
+        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
 
     def _copy(self, target: Tensor, value: Tensor) -> None:
         """Write a whole tensor into a possibly sharded one."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +32,8 @@ from disco_ds.strategies.base import (
     persistent_buffers,
 )
 from disco_ds.strategies.config import EngineConfig
+from disco_ds.strategies.gather import Held, gather_on_main
+from disco_ds.strategies.loss_scale import LossScaleSpent
 
 
 class ZeroStrategy(Strategy):
@@ -107,10 +110,18 @@ class ZeroStrategy(Strategy):
         features: tuple[Tensor | None, Tensor | None] = self.engine(image, text)
         return features
 
-    @property
-    def has_whole_parameters(self) -> bool:
-        """Stage 3 spreads them."""
-        return self.stage < 3
+    def computing(self) -> AbstractContextManager[object]:
+        """torch's autocast, where the configuration has ``torch_autocast``."""
+        if not self.engine.torch_autocast_enabled():
+            return nullcontext()
+        return torch.autocast(self.world.device.type, dtype=self.engine.torch_autocast_dtype())
+
+    @contextmanager
+    def leaves(self) -> Iterator[dict[str, Tensor]]:
+        """The parameters. Stage 3 fills them where they are used, and is told to let go of all."""
+        with super().leaves() as found:
+            yield found
+        self.engine.empty_partition_cache()
 
     @property
     def hookable(self) -> Any:
@@ -162,31 +173,43 @@ class ZeroStrategy(Strategy):
         except Exception as error:  # DeepSpeed raises nothing more specific
             if "loss scale already at minimum" not in str(error):
                 raise
-            raise ValueError(
-                "--precision fp16: gradients overflow at the smallest loss scale; "
-                "use --precision bf16"
-            ) from error
+            raise LossScaleSpent from error
 
     def state(self) -> EngineState:
-        """Gather fp32 masters and moments, one parameter at a time; kept on the main rank.
+        """Gather fp32 masters and moments, see :func:`~disco_ds.strategies.gather.gather_on_main`.
 
-        One all-reduce (stage 3: all-gather) per parameter and tensor kind.
+        Frozen parameters of stage 3: one all-gather each.
         """
-        parameters: dict[str, Tensor] = {}
-        moments: dict[str, Tensor] = {}
         keys = self._moment_keys()
         self._link_moments()
+        trained = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
+        weights = [self._held(name, parameter) for name, parameter in trained.items()]
+        moments = [
+            self._held(f"{key}/{name}", parameter, key)
+            for name, parameter in trained.items()
+            for key in keys
+        ]
+        parameters = gather_on_main(weights, self.world) | self._untrained()
+        return EngineState(
+            parameters,
+            gather_on_main(moments, self.world),
+            self.optimizer_steps,
+            self._scale_state(),
+        )
+
+    def _untrained(self) -> dict[str, Tensor]:
+        """Frozen parameters and buffers, on the main rank."""
+        tensors: dict[str, Tensor] = {}
         for name, parameter in self.module.named_parameters():
-            parameters[name] = self._full_parameter(parameter)
-            for key in keys if parameter.requires_grad else ():
-                moments[f"{key}/{name}"] = self._full_moment(parameter, key)
-            if not self.world.is_main:
-                parameters.clear()
-                moments.clear()
+            if parameter.requires_grad:
+                continue
+            with self._gathered([parameter]):
+                if self.world.is_main:
+                    tensors[name] = _on_cpu(parameter)
         if self.world.is_main:
-            for name, buffer in persistent_buffers(self.module).items():
-                parameters[name] = buffer.detach().cpu().clone()
-        return EngineState(parameters, moments, self.optimizer_steps, self._scale_state())
+            buffers = persistent_buffers(self.module).items()
+            tensors |= {name: buffer.detach().cpu().clone() for name, buffer in buffers}
+        return tensors
 
     def load_state(self, state: EngineState) -> None:
         """Write weights, fp32 masters and moments of every rank's own partition."""
@@ -245,20 +268,25 @@ class ZeroStrategy(Strategy):
         states = self._torch_optimizer.state.values()
         return sorted({key for state in states for key in state if key != "step"})
 
-    def _full_parameter(self, parameter: nn.Parameter) -> Tensor:
-        from deepspeed.utils import safe_get_full_fp32_param
-
-        if parameter.requires_grad and self._is_flat(parameter):
-            return _on_cpu(safe_get_full_fp32_param(parameter))
-        with self._gathered([parameter]):
-            return _on_cpu(parameter)
-
-    def _full_moment(self, parameter: nn.Parameter, key: str) -> Tensor:
-        from deepspeed.utils import safe_get_full_optimizer_state
-
-        if self._is_flat(parameter):
-            return _on_cpu(safe_get_full_optimizer_state(parameter, key))
-        return _on_cpu(self._torch_optimizer.state[parameter][key])
+    def _held(self, name: str, parameter: nn.Parameter, key: str | None = None) -> Held:
+        """This rank's part of a trainable parameter's master, or of its moment ``key``."""
+        read: Callable[[], Tensor]
+        if hasattr(parameter, "ds_id"):
+            shape, size = _whole_shape(parameter), _partition(parameter).numel()
+            start = min(self.world.rank * size, math.prod(shape))
+            count = min(size, math.prod(shape) - start)
+            read = partial(_local_part, parameter, key)
+        elif not self._is_flat(parameter):
+            shape, start, count = parameter.shape, 0, parameter.numel() * self.world.is_main
+            whole = parameter if key is None else self._torch_optimizer.state[parameter][key]
+            read = whole.detach
+        else:
+            shape, mapping = parameter.shape, parameter._hp_mapping  # type: ignore[attr-defined]
+            if mapping is None:  # all of it is on other ranks
+                return Held(name, tuple(shape), torch.float32, 0, 0, torch.Tensor)
+            start, count = mapping.lp_fragment_address.start, mapping.lp_fragment_address.numel
+            read = partial(mapping.get_hp_fragment, key)
+        return Held(name, tuple(shape), torch.float32, start, count, read)
 
     @contextmanager
     def _gathered(self, parameters: list[nn.Parameter], *, modify: bool = False) -> Iterator[None]:
@@ -363,6 +391,22 @@ def _gradient_norm(module: nn.Module) -> float:
 def _partition(parameter: nn.Parameter) -> Tensor:
     part: Tensor = parameter.ds_tensor  # type: ignore[attr-defined]
     return part
+
+
+def _local_part(parameter: nn.Parameter, key: str | None) -> Tensor:
+    from deepspeed import utils
+
+    part: Tensor = (
+        utils.safe_get_local_fp32_param(parameter)
+        if key is None
+        else utils.safe_get_local_optimizer_state(parameter, key)
+    )
+    return part
+
+
+def _whole_shape(parameter: nn.Parameter) -> torch.Size:
+    shape: torch.Size = parameter.ds_shape  # type: ignore[attr-defined]
+    return shape
 
 
 def _on_cpu(tensor: Tensor) -> Tensor:

@@ -31,44 +31,37 @@ def die_in_step_3() -> None:
     _on_step(3, 1, lambda trainer: os._exit(9))
 
 
-def _nan_gradient(rank: int) -> None:
-    """A parameter's own gradient, before any reduction, the first time step 3 is tried."""
+def _broken_gradient(rank: int, factor: float) -> None:
+    """The gradient of one parameter alone, before any reduction, the first time step 3 is tried."""
 
     def act(trainer: Any) -> None:
-        armed = trainer.counters.skipped_steps == 0
-        if not hasattr(trainer, "armed"):
-            parameter = trainer.strategy.module.clip.token_embedding.weight
-            parameter.register_hook(lambda g: g * float("nan") if trainer.armed else g)
-        trainer.armed = armed
+        trainer.armed = trainer.counters.skipped_steps == 0
+
+        def poison(gradient: Any) -> Any:
+            return gradient * factor if trainer.armed else gradient
+
+        def after_embedding(module: Any, inputs: Any, output: Any) -> None:
+            if output.requires_grad:
+                output.register_hook(poison)
+
+        if not hasattr(trainer, "poisoned"):
+            # Engines replace parameters while they compute; what comes out of a module stays.
+            embedding = trainer.strategy.module.clip.token_embedding
+            trainer.poisoned = embedding.register_forward_hook(after_embedding)
 
     _on_step(3, rank, act)
 
 
 def nan_gradient_in_step_3() -> None:
-    _nan_gradient(rank=1)
+    _broken_gradient(rank=1, factor=float("nan"))
+
+
+def infinite_gradient_in_step_3() -> None:
+    _broken_gradient(rank=1, factor=float("inf"))
 
 
 def nan_gradient_alone() -> None:
-    _nan_gradient(rank=0)
-
-
-def nan_features_gradient_in_step_3() -> None:
-    """For engines that replace parameters while they compute: the gradient of the features."""
-
-    def act(trainer: Any) -> None:
-        encode, armed = trainer.strategy.encode, trainer.counters.skipped_steps == 0
-
-        def poisoned(image: Any, text: Any) -> Any:
-            features = encode(image, text)
-            if armed and features[0].requires_grad:
-                features[0].register_hook(lambda g: g * float("nan"))
-            return features
-
-        trainer.strategy.encode = poisoned if armed else encode
-        if not armed:
-            del trainer.strategy.encode
-
-    _on_step(3, 1, act)
+    _broken_gradient(rank=0, factor=float("nan"))
 
 
 def disk_full_at_step_6() -> None:

@@ -191,7 +191,8 @@ def test_written_one_by_one_reads_as_the_library_writes(tmp_path: Path) -> None:
         "d": torch.tensor([True, False]),
     }
     specs = [TensorSpec(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()]
-    write_tensors(tmp_path / "own", specs, tensors.values())
+    with (tmp_path / "own").open("wb") as file:
+        write_tensors(file, specs, tensors.values())
     save_file(tensors, tmp_path / "theirs")
     own, theirs = load_file(tmp_path / "own"), load_file(tmp_path / "theirs")
     assert own.keys() == theirs.keys()
