@@ -4,8 +4,8 @@
 
 ``--quick`` keeps sizes small and writes no results; without it the table goes to
 ``results/summary.md``. The exit status is 1 when any of them failed; one that this machine cannot
-run (root and iproute2 for the thin link) is named as left out. What a benchmark found in short is
-its last line.
+run (root and iproute2 for the thin link, npm for the emoji) is named as left out. What a benchmark
+found in short is its last line.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ class Bench:
     name: str
     quick: tuple[str, ...] = ("--quick",)
     needs_root: bool = False
+    needs_program: str | None = None
 
 
 BENCHES = (
@@ -47,7 +48,7 @@ BENCHES = (
     Bench("retrieval", ("--images", "500")),
     Bench("plan_headline", ("--output", "OUT")),
     Bench("scaling", ("--output", "OUT")),
-    Bench("learning"),
+    Bench("learning", needs_program="npm"),
 )
 IN_SHORT = "in short: "
 
@@ -62,6 +63,9 @@ class Ended:
 
 def missing(bench: Bench) -> str | None:
     """Why this machine cannot run a benchmark."""
+    program = bench.needs_program
+    if program is not None and shutil.which(program) is None:
+        return f"needs {program}"
     if not bench.needs_root:
         return None
     if os.geteuid() != 0:
