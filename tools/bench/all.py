@@ -1,21 +1,26 @@
-"""Every benchmark, one after another; ends with one line each.
+"""Every benchmark, one after another; ends with one table.
 
     python tools/bench/all.py --quick [--only losses link]
 
-``--quick`` keeps sizes small and writes no results. The exit status is 1 when any of them failed;
-one that this machine cannot run (root and iproute2 for the thin link) is named as left out.
+``--quick`` keeps sizes small and writes no results; without it the table goes to
+``results/summary.md``. The exit status is 1 when any of them failed; one that this machine cannot
+run (root and iproute2 for the thin link, npm for the emoji) is named as left out. What a benchmark
+found in short is its last line.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import os
+import platform
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
@@ -28,23 +33,39 @@ class Bench:
     name: str
     quick: tuple[str, ...] = ("--quick",)
     needs_root: bool = False
+    needs_program: str | None = None
 
 
 BENCHES = (
     Bench("losses", ("--ranks", "2", "--pairs", "256", "--seconds", "3", "--output", "OUT")),
     Bench("fastclip", ("--samples", "100000", "--batch", "128", "--steps", "2", "--output", "OUT")),
-    Bench("data", ("--repeats", "1", "--parts", "reduced_decode", "--output", "OUT")),
+    Bench("data", ("--quick", "--output", "OUT")),
+    Bench("step"),
     Bench("training"),
+    Bench("compression"),
     Bench("link", needs_root=True),
     Bench("checkpoint"),
     Bench("retrieval", ("--images", "500")),
     Bench("plan_headline", ("--output", "OUT")),
     Bench("scaling", ("--output", "OUT")),
+    Bench("learning", needs_program="npm"),
 )
+IN_SHORT = "in short: "
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a benchmark ended, and what it found."""
+
+    words: str
+    in_short: str = ""
 
 
 def missing(bench: Bench) -> str | None:
     """Why this machine cannot run a benchmark."""
+    program = bench.needs_program
+    if program is not None and shutil.which(program) is None:
+        return f"needs {program}"
     if not bench.needs_root:
         return None
     if os.geteuid() != 0:
@@ -52,18 +73,31 @@ def missing(bench: Bench) -> str | None:
     return None if shutil.which("tc") else "needs iproute2"
 
 
-def run(bench: Bench, *, quick: bool) -> str:
-    """Run one; how it ended, in words."""
+def run(bench: Bench, *, quick: bool) -> Ended:
+    """Run one, showing what it says."""
     if (reason := missing(bench)) is not None:
-        return f"left out: {reason}"
-    out = str(Path(tempfile.gettempdir()) / f"bench-{bench.name}-{os.getpid()}")
-    arguments = tuple(out if word == "OUT" else word for word in bench.quick) if quick else ()
+        return Ended(f"left out: {reason}")
+    out = Path(tempfile.gettempdir()) / f"bench-{bench.name}-{os.getpid()}"
+    arguments = [str(out) if word == "OUT" else word for word in bench.quick] if quick else []
     print(f"== {bench.name} {' '.join(arguments)}", flush=True)
-    begin = time.perf_counter()
-    ended = subprocess.run([sys.executable, str(FOLDER / f"{bench.name}.py"), *arguments])
+    begin, in_short = time.perf_counter(), ""
+    command = [sys.executable, str(FOLDER / f"{bench.name}.py"), *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            if line.startswith(IN_SHORT):
+                in_short = line.removeprefix(IN_SHORT).strip()
     seconds = time.perf_counter() - begin
-    Path(out).unlink(missing_ok=True)
-    return f"{'ok' if ended.returncode == 0 else f'FAILED ({ended.returncode})'} in {seconds:.0f} s"
+    out.unlink(missing_ok=True)
+    status = process.returncode
+    return Ended(f"{'ok' if status == 0 else f'FAILED ({status})'} in {seconds:.0f} s", in_short)
+
+
+def table_of(ended: dict[str, Ended]) -> str:
+    """Markdown."""
+    rows = [f"| {name} | {one.words} | {one.in_short} |" for name, one in ended.items()]
+    return "\n".join(["| benchmark | ended | in short |", "|---|---|---|", *rows])
 
 
 def main() -> int:
@@ -73,10 +107,13 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=names, default=names)
     options = parser.parse_args()
     ended = {b.name: run(b, quick=options.quick) for b in BENCHES if b.name in options.only}
-    print("\n| benchmark | |\n|---|---|")
-    for name, words in ended.items():
-        print(f"| {name} | {words} |")
-    return int(any(words.startswith("FAILED") for words in ended.values()))
+    table = table_of(ended)
+    print(f"\n{table}")
+    if not options.quick and options.only == names:
+        machine = f"{os.cpu_count()} cores {platform.machine()}"
+        note = f"{datetime.date.today()}, torch {version('torch')}, {machine}"
+        (FOLDER / "results" / "summary.md").write_text(f"{note}\n\n{table}\n")
+    return int(any(one.words.startswith("FAILED") for one in ended.values()))
 
 
 if __name__ == "__main__":

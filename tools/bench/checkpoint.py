@@ -154,6 +154,9 @@ def worker(rank: int, world_size: int, model: str, repeats: int, root: str, out:
         dist.barrier()
         return (time.perf_counter() - begin,) * 2
 
+    def timing_of(action: Callable[[], object]) -> Callable[[Path], tuple[float, float]]:
+        return lambda folder: timed(action)
+
     for _ in range(repeats):
         ours = measure("ours", lambda f: save_ours(strategy, f, background=False), False)
         measure("ours background", lambda f: save_ours(strategy, f, background=True), False)
@@ -162,8 +165,8 @@ def worker(rank: int, world_size: int, model: str, repeats: int, root: str, out:
         )
         reload_ours = partial(load_ours, strategy, ours)
         reload_theirs = partial(strategy.engine.load_checkpoint, theirs)
-        measure("load ours", lambda f, load=reload_ours: timed(load), True)
-        measure("load deepspeed", lambda f, load=reload_theirs: timed(load), True)
+        measure("load ours", timing_of(reload_ours), True)
+        measure("load deepspeed", timing_of(reload_theirs), True)
         if world.is_main:
             num_bytes = sum(p.stat().st_size for p in ours.rglob("*") if p.is_file())
             seconds = floor(Path(root), num_bytes)
@@ -216,6 +219,7 @@ def main() -> None:
     note = f"{datetime.date.today()}, {options.model}, {options.ranks} ranks, {versions}, {machine}"
     for row in table:
         print("  ".join(f"{key}={value}" for key, value in row.items()))
+    print("in short: seconds: " + ", ".join(f"{row['what']} {row['total_s']}" for row in table))
     if not options.quick:
         options.output.parent.mkdir(exist_ok=True)
         with options.output.open("w", newline="") as file:

@@ -1,10 +1,9 @@
 """Input pipeline side by side with open_clip's own, on the same shards, in one run.
 
-    python tools/bench/data.py --open_clip_path DIR
+    python tools/bench/data.py
 
-``DIR`` holds what ``open_clip_train`` needs and this project does not (it pins an old webdataset):
-
-    pip install --no-deps --target DIR webdataset==0.2.86 pandas python-dateutil pytz tzdata six
+What ``open_clip_train`` needs and this project does not (it pins an old webdataset) is installed
+into a folder of its own, or found where ``--open_clip_path`` says.
 
 Every measurement is a process of its own, with the same transform, tokenizer and batch size:
 samples/s and processor time after two batches of warm-up; peak memory is the sum of proportional
@@ -47,9 +46,12 @@ WORKERS = (0, 1, 2)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--open_clip_path", default="", help="packages for open_clip_train")
+    parser.add_argument(
+        "--open_clip_path", help="packages for open_clip_train; installed if absent"
+    )
     parser.add_argument("--repeats", type=int, default=3, help="runs of each; the best is kept")
     parser.add_argument("--parts", nargs="*", help="throughput, start_up, reduced_decode; all")
+    parser.add_argument("--quick", action="store_true", help="small pictures, one worker, once")
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--measure", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -58,6 +60,13 @@ def main() -> None:
         print(json.dumps(measure(provider, data_set, folder, int(workers))))
         return
     sys.path.insert(0, str(ROOT))
+    if options.quick:
+        options.repeats, options.parts = 1, ["throughput"]
+    if options.open_clip_path is None:
+        from training import THEIR_FOLDER, install_theirs
+
+        install_theirs()
+        options.open_clip_path = str(THEIR_FOLDER)
     parts: dict[str, Callable[[Path], Any]] = {
         "throughput": lambda folder: compare(folder, options),
         "start_up": start_up,
@@ -71,6 +80,9 @@ def main() -> None:
         options.output.parent.mkdir(parents=True, exist_ok=True)
         options.output.write_text(json.dumps(results, indent=1) + "\n")
     print(f"written to {options.output}")
+    if "throughput" in results:
+        found = [row for row in results["throughput"]["found"] if row["provider"] == "disco_ds"]
+        print(f"in short: samples/s over open_clip's: {[row.get('ratio') for row in found]}")
 
 
 def describe_machine() -> dict[str, Any]:
@@ -205,7 +217,7 @@ def cpu_seconds() -> float:
 
     me = psutil.Process()
     times = [process.cpu_times() for process in [me, *me.children(recursive=True)]]
-    return sum(t.user + t.system for t in times)
+    return float(sum(t.user + t.system for t in times))
 
 
 class peak_memory:  # noqa: N801  (a context manager, used like a function)
@@ -241,9 +253,10 @@ class peak_memory:  # noqa: N801  (a context manager, used like a function)
 
 def compare(folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
-    for data_set, (width, height, num_samples, _) in DATA_SETS.items():
+    data_sets = {"256 px": DATA_SETS["256 px"]} if options.quick else DATA_SETS
+    for data_set, (width, height, num_samples, _) in data_sets.items():
         pattern = make_data_set(folder / data_set.replace(" ", ""), width, height, num_samples)
-        for workers in WORKERS:
+        for workers in (1,) if options.quick else WORKERS:
             best: dict[str, dict[str, Any]] = {}
             for _ in range(options.repeats):  # interleaved: a busy neighbour hits all alike
                 for provider in PROVIDERS:

@@ -144,8 +144,9 @@ def _bench(rank: int, world_size: int, options: argparse.Namespace, output: str)
             dist.barrier()
             if step > 0:
                 times[name].append(time.perf_counter() - start)
-        error = float((leaves["ours"][0].grad - leaves["original"][0].grad).norm())
-        relative = error / float(leaves["original"][0].grad.norm())
+        own, original = (leaves[name][0].grad for name in ("ours", "original"))
+        assert own is not None and original is not None
+        relative = float((own - original).norm() / original.norm())
         assert relative < 1e-4, f"gradients differ by {relative:.1e}: nothing is timed"
     if rank == 0:
         rows = {
@@ -176,9 +177,11 @@ def write(rows: dict, options: argparse.Namespace, world_size: int, path: Path) 
     ratios = [a / b for a, b in zip(rows["ours"][0], rows["original"][0], strict=True)]
     low, middle, high = min(ratios), statistics.median(ratios), max(ratios)
     print(path.read_text(), end="")
-    print(f"time ours/original {middle:.2f} ({low:.2f} to {high:.2f})")
-    print(f"wire ours/original {rows['ours'][1] / rows['original'][1]:.2f}")
-    print(f"state ours/original {rows['ours'][2] / rows['original'][2]:.2f}")
+    print(
+        f"in short: ours/original: time {middle:.2f} ({low:.2f} to {high:.2f}), "
+        f"wire {rows['ours'][1] / rows['original'][1]:.2f}, "
+        f"state {rows['ours'][2] / rows['original'][2]:.2f}"
+    )
 
 
 def main() -> None:

@@ -79,7 +79,10 @@ class GradCacheDistributed(nn.Module):
 def _open_clip(rank: int, world_size: int) -> Callable[..., Tensor]:
     from open_clip.loss import ClipLoss
 
-    return ClipLoss(local_loss=True, gather_with_grad=True, rank=rank, world_size=world_size)
+    loss: Callable[..., Tensor] = ClipLoss(
+        local_loss=True, gather_with_grad=True, rank=rank, world_size=world_size
+    )
+    return loss
 
 
 def _open_clip_siglip(rank: int, world_size: int) -> Callable[..., Tensor]:
@@ -107,8 +110,8 @@ def _siglip(**options: Any) -> Callable[[int, int], Callable[..., Tensor]]:
     return make
 
 
-def _baseline(name: str, module: type[nn.Module], **flags: bool) -> Provider:
-    return Provider(name, "infonce", lambda rank, world_size: module(), **flags)
+def _baseline(name: str, module: type[nn.Module], *, is_global: bool = False) -> Provider:
+    return Provider(name, "infonce", lambda rank, world_size: module(), is_global=is_global)
 
 
 BF16 = torch.bfloat16

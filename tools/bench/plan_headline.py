@@ -58,6 +58,8 @@ def main() -> None:
         writer.writerows(rows)
     print(aligned([list(rows[0]), *([str(value) for value in row.values()] for row in rows)]))
     print(f"simulated, nothing measured; wrote {options.output}")
+    fitting = [row["fits"] for row in rows[: len(HEADLINES)]]
+    print(f"in short: published batches {[batch for batch, _ in HEADLINES]} fit: {fitting}")
 
 
 def headline(batch: int, gpus: int) -> dict[str, Any]:
@@ -113,8 +115,10 @@ def _request(model: str, gpus: int, batch: int) -> PlanRequest:
 
 
 def _row(**values: Any) -> dict[str, Any]:
-    names = ("kind", "model", "gpus", "card", "one_forward", "micro_batches_of_256")
-    names += ("traced_GiB", "closed_GiB", "needed_GiB", "fits", "traffic_as_planned", "published")
+    names = (
+        *("kind", "model", "gpus", "card", "one_forward", "micro_batches_of_256"),
+        *("traced_GiB", "closed_GiB", "needed_GiB", "fits", "traffic_as_planned", "published"),
+    )
     assert set(values) <= set(names)
     return {name: values.get(name, "") for name in names}
 

@@ -135,6 +135,11 @@ def main() -> None:
     ]
     for row in table:
         print("  ".join(f"{key}={value}" for key, value in row.items()))
+    own = [row for row in table if row["loss"] == "ours"][-1]
+    print(
+        f"in short: {own['gpus']} GPUs: loss {own['loss_ratio']} of the time and "
+        f"{own['memory_ratio']} of the memory of open_clip's (simulated)"
+    )
     with options.output.open("w", newline="") as file:
         file.write(
             f"# {datetime.date.today()}, simulated: {hardware.flops / 1e12:g} Tflop/s at "

@@ -46,19 +46,12 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).parent / "results"
 CONFIGS = ROOT / "disco_ds" / "model_configs"
 RANKS, WARM = 2, 20
+SHARDS = str(DEMO_DATA / "train" / f"{{00000..{NUM_TRAIN_SHARDS - 1:05d}}}.tar")
+OUR_SCRIPT = (str(ROOT / "train.py"),)
+THEIR_SCRIPT = (str(Path(__file__).with_name("open_clip_main.py")),)
 # What open_clip_train pins and this project does not, in a folder of its own.
 THEIR_PACKAGES = ("webdataset==0.2.86", "pandas", "python-dateutil", "pytz", "tzdata", "six")
 THEIR_FOLDER = ROOT / "data" / "bench" / "open_clip_train"
-THEIR_MAIN = """
-import json
-import open_clip, torch
-config, *arguments = json.load(open(__file__ + ".json"))
-open_clip.add_model_config(config)
-from open_clip_train.main import main
-DDP = torch.nn.parallel.DistributedDataParallel
-torch.nn.parallel.DistributedDataParallel = lambda model, device_ids, **rest: DDP(model, **rest)
-main(arguments)
-"""
 
 
 def install_theirs() -> None:
@@ -85,39 +78,37 @@ class Timing:
 
 
 def their_command(
-    options: argparse.Namespace, shards: str, samples: int, folder: Path
+    options: argparse.Namespace, folder: Path, script: Sequence[str] = THEIR_SCRIPT
 ) -> list[str]:
     """open_clip_train on two ranks."""
-    main = folder / "their_main.py"
-    main.write_text(THEIR_MAIN)
+    samples = options.steps * options.batch * RANKS
     arguments = [
         str(CONFIGS),
-        *("--train-data", shards, "--dataset-type", "webdataset"),
+        *("--train-data", SHARDS, "--dataset-type", "webdataset"),
         *("--train-num-samples", str(samples), "--epochs", "1", "--model", options.model),
         *("--batch-size", str(options.batch), "--workers", str(options.workers)),
         *("--precision", "fp32", "--device", "cpu", "--dist-backend", "gloo"),
         *("--local-loss", "--gather-with-grad", "--lr", "1e-3", "--wd", "0.1", "--warmup", "50"),
         *("--log-every-n-steps", "1", "--save-frequency", "0", "--logs", str(folder / "logs")),
     ]
-    # In a file: torchrun takes some of their flags for abbreviations of its own.
-    main.with_name(main.name + ".json").write_text(json.dumps(arguments))
-    return _torchrun(main)
+    (folder / "arguments.json").write_text(json.dumps(arguments))
+    return [*_torchrun(script), str(folder / "arguments.json")]
 
 
 def our_command(
-    options: argparse.Namespace, shards: str, samples: int, folder: Path, engine: str
+    options: argparse.Namespace, folder: Path, engine: str, script: Sequence[str] = OUR_SCRIPT
 ) -> list[str]:
     """train.py on two ranks."""
-    start = [*_torchrun(ROOT / "train.py"), "--strategy", "ddp"]
+    start = [*_torchrun(script), "--strategy", "ddp"]
     if engine == "zero2":
         start = [
             *(str(Path(sys.executable).with_name("deepspeed")), "--num_accelerators", str(RANKS)),
-            *("--master_port", "29531", str(ROOT / "train.py")),
+            *("--master_port", "29531", *script),
             *("--deepspeed_config", str(ROOT / "ds_configs" / "zero2.json")),
         ]
     return [
         *start,
-        *("--data.shards", shards, "--data.num_workers", str(options.workers)),
+        *("--data.shards", SHARDS, "--data.num_workers", str(options.workers)),
         *("--model.name", options.model, "--global_batch_size", str(options.batch * RANKS)),
         *("--steps", str(options.steps), "--optim.lr", "1e-3", "--optim.weight_decay", "0.1"),
         *("--optim.warmup_steps", "50", "--log_every_steps", "1", "--device", "cpu"),
@@ -126,9 +117,9 @@ def our_command(
     ]
 
 
-def _torchrun(script: Path) -> list[str]:
+def _torchrun(script: Sequence[str]) -> list[str]:
     torchrun = str(Path(sys.executable).with_name("torchrun"))
-    return [torchrun, "--nproc_per_node", str(RANKS), "--master_port", "29530", str(script)]
+    return [torchrun, "--nproc_per_node", str(RANKS), "--master_port", "29530", *script]
 
 
 LINES = {
@@ -149,7 +140,8 @@ def run(command: Sequence[str], kind: str, batch: int) -> Timing:
         text=True,
         env=environment,
     )
-    timing, tail = Timing(), []
+    timing = Timing()
+    tail: list[str] = []
     watcher = threading.Thread(target=_watch, args=(process, timing))
     watcher.start()
     assert process.stdout is not None
@@ -191,16 +183,14 @@ def main() -> None:
         options.rounds, options.steps = 1, 30
     install_theirs()
     ensure_demo(DEMO_DATA)
-    shards = str(DEMO_DATA / "train" / f"{{00000..{NUM_TRAIN_SHARDS - 1:05d}}}.tar")
-    samples = options.steps * options.batch * RANKS
     found: dict[str, list[Timing]] = {"open_clip": [], "ours": [], "ours, zero2": []}
     folder = Path(tempfile.mkdtemp(prefix="bench-training-"))
     try:
         for _ in range(options.rounds):
-            theirs = their_command(options, shards, samples, folder)
+            theirs = their_command(options, folder)
             found["open_clip"].append(run(theirs, "theirs", options.batch))
             for name, engine in (("ours", "ddp"), ("ours, zero2", "zero2")):
-                command = our_command(options, shards, samples, folder, engine)
+                command = our_command(options, folder, engine)
                 found[name].append(run(command, "ours", options.batch))
     finally:
         shutil.rmtree(folder)
@@ -230,6 +220,12 @@ def report(found: dict[str, list[Timing]], options: argparse.Namespace) -> None:
         )
     for row in rows:
         print("  ".join(f"{key}={value}" for key, value in row.items()))
+    print(
+        "in short: samples/s over open_clip's: "
+        + ", ".join(
+            f"{r['what']} {r['ratio']} ({r['ratio_min']} to {r['ratio_max']})" for r in rows
+        )
+    )
     if options.quick:
         return
     import torch

@@ -1,0 +1,36 @@
+"""The benchmarks as a whole: every one runs small, failures are told."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import all as all_benches
+import pytest
+
+ALL = Path(all_benches.__file__)
+
+
+def test_a_benchmark_that_fails_is_told() -> None:
+    ended = all_benches.run(all_benches.Bench("no_such_benchmark"), quick=True)
+    assert ended.words.startswith("FAILED (2)")
+    assert "| no_such |" in all_benches.table_of({"no_such": ended})
+
+
+def test_every_script_is_a_benchmark_or_a_part_of_one() -> None:
+    scripts = {path.stem for path in ALL.parent.glob("*.py") if "def main(" in path.read_text()}
+    helpers = {"all", "losses_plot", "open_clip_main"}
+    assert scripts - helpers == {bench.name for bench in all_benches.BENCHES}
+
+
+@pytest.mark.slow
+def test_all_run_small() -> None:
+    command = [sys.executable, str(ALL), "--quick"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=3600)
+    assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
+    table = ended.stdout[ended.stdout.rindex("| benchmark |") :]
+    for bench in all_benches.BENCHES:
+        (row,) = [line for line in table.splitlines() if line.startswith(f"| {bench.name} |")]
+        _, _, how, in_short, _ = (cell.strip() for cell in row.split("|"))
+        assert how.startswith("left out") or (how.startswith("ok") and in_short), row
