@@ -131,6 +131,14 @@ def test_every_setting_has_help() -> None:
     assert seen < 120
 
 
+def test_demo_starts_from_the_best_constant_temperature_and_stays_near() -> None:
+    config = PRESETS["demo"]()
+    temperature, steps = config.temperature, config.steps
+    assert temperature.lr is not None and steps is not None
+    # Adam moves the logarithm by at most its rate a step: by less than a tenth in the whole run.
+    assert temperature.init == pytest.approx(1 / 0.1) and temperature.lr * steps < 0.1
+
+
 def test_demo_with_fastclip_reaches_its_lowest_gamma_halfway() -> None:
     config = PRESETS["demo_fastclip"]()
     assert isinstance(config.loss, FastCLIPConfig) and config.steps is not None

@@ -11,8 +11,9 @@ Every column sees the same number of samples.
 * ``scratch``: the demo's ResNet and text tower at 64 px; minutes a run. Gammas and rho are those
   of the heads; temperatures and the rates of other optimizers are searched for again.
 
-Needs npm and pip, once. Runs are kept one by one in ``data/bench/learning.jsonl``: start again to
-go on. ``--report`` writes what is there; ``--quick`` does a small part and keeps nothing.
+Needs the extra ``test``, npm and pip (once). Runs are kept one by one in
+``data/bench/learning.jsonl``: start again to go on. ``--report`` writes what is there; ``--quick``
+does a small part and keeps nothing.
 """
 
 from __future__ import annotations
