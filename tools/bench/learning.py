@@ -31,7 +31,7 @@ import torch
 from learning_choose import Chooser, choose_again, choose_losses, choose_optimizers
 from learning_fetch import CannotFetch
 from learning_models import ROOT, TESTS, VALIDATION, emoji, features
-from learning_report import aggregate, differences, markdown, write_csv
+from learning_report import aggregate, differences, in_short, markdown, write_csv
 from learning_rows import Form, Row, Run, fastclip, info_nce, loss_rows, optimizer_rows
 from learning_store import Result, Store, run_all
 
@@ -130,7 +130,9 @@ def quick(jobs: int) -> None:
     run_all(
         [Run("heads", row, 64, seed, epochs) for seed in range(2) for row in rows], store, jobs=jobs
     )
-    print(markdown(aggregate(store.results.values(), TESTS), "heads", rows))
+    cells = aggregate(store.results.values(), TESTS)
+    print(markdown(cells, "heads", rows))
+    print(in_short(cells, "heads"))
 
 
 def report(session: Session, rows: dict[Form, list[Row]]) -> None:
@@ -161,6 +163,7 @@ def report(session: Session, rows: dict[Form, list[Row]]) -> None:
     (RESULTS / "learning.md").write_text(text)
     write_csv(cells, RESULTS / "learning.csv", note)
     learning_plot.draw(cells, RESULTS / "learning.png")
+    print(in_short(cells, next(iter(rows))))
 
 
 if __name__ == "__main__":

@@ -115,6 +115,18 @@ def markdown(cells: Iterable[Cell], form: str, rows: Sequence[Row], artist: str 
     return "\n".join(lines)
 
 
+def in_short(cells: Iterable[Cell], form: str) -> str:
+    """Where the two ends of the table stand at batch 64, in one line."""
+    found = {
+        cell.row: _shown(cell)
+        for cell in cells
+        if (cell.form, cell.batch, cell.artist, cell.concepts) == (form, 64, BOTH, "seen")
+    }
+    names = ("open_clip, default", "FastCLIP-v3")
+    shown = ", ".join(f"{name} {found.get(name, 'not run')}" for name in names)
+    return f"in short: R@1 on artists never seen, {form}, batch 64: {shown}"
+
+
 def differences(results: Iterable[Mapping[str, Any]], form: str, tests: Sequence[str]) -> str:
     """Points gained from row to row on ``tests``, paired by seed, as a table."""
     values: dict[tuple[str, int], dict[int, float]] = {}
