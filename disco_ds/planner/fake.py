@@ -181,9 +181,12 @@ def _join_fake_group(stack: ExitStack, world_size: int) -> None:
 
 
 def _replace(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
-    before = getattr(owner, name)
+    """Until the stack ends; what the owner only inherits is inherited again."""
+    if name in vars(owner):
+        stack.callback(setattr, owner, name, vars(owner)[name])
+    else:
+        stack.callback(delattr, owner, name)
     setattr(owner, name, value)
-    stack.callback(setattr, owner, name, before)
 
 
 def _replacements(like_cuda: bool) -> Iterable[tuple[Any, str, Any]]:

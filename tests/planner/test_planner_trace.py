@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from covering import covering_rows
 
 from disco_ds.losses.disco import DiscoConfig
@@ -67,6 +68,20 @@ SMALL = [
     # So few pairs that what is gathered and reduced makes the peak.
     request_of("disco-demo-vit", "fsdp2", "bf16", local=8),
 ]
+
+
+def test_a_trace_leaves_everything_as_it_was() -> None:
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.runtime.zero.partition_parameters import AllGatherCoalescedHandle
+
+    from disco_ds.losses.softmax import SoftmaxPairs
+    from disco_ds.planner.trace import trace
+
+    owners = (AllGatherCoalescedHandle, torch.nn.Module, SoftmaxPairs)
+    before = [dict(vars(owner)) for owner in owners]
+    trace(request_of("disco-demo-vit", "zero2", "fp16"))
+    assert [dict(vars(owner)) for owner in owners] == before
+    assert "is_fp16_supported" not in vars(get_accelerator())
 
 
 @pytest.mark.parametrize("request_", SMALL, ids=lambda r: f"{r.model.name}-{r.strategy}")
