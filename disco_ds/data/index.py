@@ -305,7 +305,8 @@ def ordered_map(num_workers: int) -> Iterator[Any]:
     if num_workers <= 1:
         yield map
         return
-    pool = ProcessPoolExecutor(num_workers, mp_context=get_context("fork"))
+    # Not by fork: see disco_ds.data.workers.
+    pool = ProcessPoolExecutor(num_workers, mp_context=get_context("forkserver"))
     try:
         yield partial(pool.map, chunksize=4)
     finally:

@@ -24,8 +24,9 @@ from disco_ds.data.partition import Stretch, Topology
 from disco_ds.data.pipeline import BatchDataset, ImageTransform, Recipe, Tokenize
 from disco_ds.data.planner import Planner, make_topology
 from disco_ds.data.state import LoaderState, Position, State, merge_states
+from disco_ds.data.workers import Arrivals, start_workers
 from disco_ds.distributed import World
-from disco_ds.preemption import obey_parent_only, shielded_children
+from disco_ds.preemption import shielded_children
 
 __all__ = ["Batch", "DataConfig", "TrainLoader", "check_feed"]
 
@@ -109,7 +110,11 @@ class TrainLoader:
         """
         self.close()
         with _quiet_tokenizers(), shielded_children():
-            self._iterator = iter(self._data_loader())
+            self._iterator = start_workers(
+                self._data_loader,
+                self._config.num_workers,
+                is_fork=self._config.start_method == "fork",
+            )
         while self._iterator is not None:
             try:
                 delivery = _next(self._iterator)
@@ -221,7 +226,7 @@ class TrainLoader:
         """Stop the workers; iterating again starts new ones at the present position."""
         self._iterator = None
 
-    def _data_loader(self) -> DataLoader[Delivery | Failure]:
+    def _data_loader(self, arrivals: Arrivals) -> DataLoader[Delivery | Failure]:
         workers = self._config.num_workers
         return DataLoader(
             BatchDataset(self._recipe, self._position),
@@ -230,7 +235,7 @@ class TrainLoader:
             collate_fn=_unchanged,
             prefetch_factor=self._config.prefetch_batches if workers else None,
             multiprocessing_context=self._config.start_method if workers else None,
-            worker_init_fn=_obey_trainer_only,
+            worker_init_fn=arrivals,
             pin_memory=self._world.device.type == "cuda",
             # Its own generator: drawing the workers' seeds must not move the training's.
             generator=torch.Generator(),
@@ -249,11 +254,6 @@ def _next(iterator: Iterator[Delivery | Failure]) -> Delivery:
     if item.is_data_error:
         raise ValueError(item.message)
     raise DataWorkerError(f"a data worker failed: {item.message}")
-
-
-def _obey_trainer_only(worker: int) -> None:
-    """Leave Ctrl-C and a scheduler's warnings, which reach all processes, to the trainer."""
-    obey_parent_only()
 
 
 def _unchanged(item: Any) -> Any:

@@ -8,6 +8,7 @@ import os
 import pickle
 import random
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ from make_shards import (
 from PIL import Image
 
 import disco_ds.data.reader as reader_module
+import disco_ds.data.workers as workers_module
+from disco_ds.data.batch import DataWorkerError
 from disco_ds.data.config import DataConfig
 from disco_ds.data.index import build_index
 from disco_ds.data.loader import TrainLoader
@@ -406,6 +409,57 @@ def test_start_methods(tmp_path: Path, method: str) -> None:
     loader = make_loader(shards, num_workers=1, start_method=method)
     assert pickle.dumps(loader._recipe)
     assert take(loader, 5) == expected
+
+
+def children() -> set[int]:
+    return {child.pid for child in psutil.Process().children(recursive=True)}
+
+
+# How many of the next forked children hang before they run any code of their own.
+stuck_forks = 0
+
+
+def _hang_in_child() -> None:
+    while stuck_forks:
+        signal.pause()
+
+
+def _one_fork_less() -> None:
+    global stuck_forks
+    stuck_forks = max(0, stuck_forks - 1)
+
+
+os.register_at_fork(after_in_child=_hang_in_child, after_in_parent=_one_fork_less)
+
+
+@pytest.mark.parametrize("num_stuck", [1, 2])
+def test_workers_that_get_stuck_in_their_fork_are_started_again(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    num_stuck: int,
+) -> None:
+    """A lock that another thread held at the fork is never released in the child."""
+    shards, others = make_shards(tmp_path, [10, 10]), children()
+    expected = take(make_loader(shards, num_workers=2), 5)
+    monkeypatch.setattr(workers_module, "REPORT_SECONDS", 2.0)
+    monkeypatch.setattr(sys.modules[__name__], "stuck_forks", num_stuck)
+    loader = make_loader(shards, num_workers=2)
+    assert take(loader, 5) == expected
+    assert f"{num_stuck} of 2 data workers did not start within 2 s" in caplog.text
+    loader.close()
+    assert children() <= others
+
+
+def test_workers_that_always_get_stuck_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers_module, "REPORT_SECONDS", 0.5)
+    monkeypatch.setattr(sys.modules[__name__], "stuck_forks", 100)
+    loader, others = make_loader(make_shards(tmp_path, [10, 10]), num_workers=1), children()
+    with pytest.raises(DataWorkerError, match=r"3 times; use --data\.start_method forkserver"):
+        next(iter(loader))
+    assert children() <= others
 
 
 def numbers_and_setting(captions: list[str]) -> torch.Tensor:
