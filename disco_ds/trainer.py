@@ -339,10 +339,10 @@ class Trainer:
         """The same update on every rank: exact mean of the gradients, then the bounds."""
         named = self.temperature.named_parameters()
         gradients = {name: p.grad for name, p in named if p.grad is not None}
-        broken = _not_finite(gradients)
+        own = {name: gradient.clone() for name, gradient in gradients.items()}
         mean_over_ranks_(list(gradients.values()), self.world)
         if _not_finite(gradients):
-            self.refusal.of_temperature(broken)
+            self.refusal.of_temperature(_not_finite(own))
             return
         peak = self.config.temperature.lr or self.config.optim.lr
         lr = self.loss.temperature_lr(self._learning_rate(peak))
