@@ -18,10 +18,7 @@ anonymous memory of a rank while it saves or loads, so that cached file pages do
 from __future__ import annotations
 
 import argparse
-import csv
-import datetime
 import os
-import platform
 import shutil
 import statistics
 import sys
@@ -31,6 +28,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -39,6 +37,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 from harness import run_distributed, start_forkserver
+from tables import environment, show, write_csv
 
 from disco_ds.checkpoint import (
     CheckpointConfig,
@@ -212,21 +211,12 @@ def main() -> None:
         run_distributed(worker, *arguments, world_size=options.ranks, timeout=3600)
         rows = [torch.load(f"{root}/rows-{rank}") for rank in range(options.ranks)]
     table = summary(rows)
-    import deepspeed
-
-    machine = f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {platform.machine()}"
-    versions = f"torch {torch.__version__}, deepspeed {deepspeed.__version__}"
-    note = f"{datetime.date.today()}, {options.model}, {options.ranks} ranks, {versions}, {machine}"
-    for row in table:
-        print("  ".join(f"{key}={value}" for key, value in row.items()))
+    show(table)
     print("in short: seconds: " + ", ".join(f"{row['what']} {row['total_s']}" for row in table))
     if not options.quick:
-        options.output.parent.mkdir(exist_ok=True)
-        with options.output.open("w", newline="") as file:
-            file.write(f"# {note}\n")
-            writer = csv.DictWriter(file, fieldnames=list(table[0]))
-            writer.writeheader()
-            writer.writerows(table)
+        engine = f"deepspeed {version('deepspeed')}"
+        note = f"{options.model}, {options.ranks} ranks, {engine}, {environment()}"
+        write_csv(options.output, table, note)
 
 
 if __name__ == "__main__":

@@ -11,11 +11,8 @@ dtypes at the same seed, the dtype costs nothing that can be seen.
 from __future__ import annotations
 
 import argparse
-import csv
-import datetime
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -24,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
+from tables import environment, show, write_csv
 
 from disco_ds.data.demo import ensure_demo
 from disco_ds.metrics import read_metrics
@@ -114,8 +111,7 @@ def main() -> None:
         for name, extra in VARIANTS.items():
             found[name].append(train(extra, steps=options.steps, seed=seed))
     rows = compare(found)
-    for row in rows:
-        print("  ".join(f"{key}={value}" for key, value in row.items()))
+    show(rows)
     if not options.quick:
         write(rows, found, options)
     feedback, plain = rows[1]["largest_of_a_step"], rows[2]["largest_of_a_step"]
@@ -130,15 +126,10 @@ def write(
 ) -> None:
     """Table, curves and plot."""
     note = (
-        f"# {datetime.date.today()}, disco-demo-vit, 2 x 64 pairs, {options.steps} steps, DDP, "
-        f"last {LAST} losses, torch {torch.__version__}, {os.cpu_count()} cores "
-        f"{platform.machine()}\n"
+        f"disco-demo-vit, 2 x 64 pairs, {options.steps} steps, DDP, last {LAST} losses, "
+        f"{environment()}"
     )
-    with (RESULTS / "compression.csv").open("w", newline="") as file:
-        file.write(note)
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
+    write_csv(RESULTS / "compression.csv", rows, note)
     curves = {name: [curve.losses for curve in own] for name, own in found.items()}
     (RESULTS / "compression_losses.json").write_text(json.dumps(curves) + "\n")
     draw(curves, RESULTS / "compression.png")

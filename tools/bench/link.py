@@ -19,11 +19,8 @@ floor is bytes over rate.
 from __future__ import annotations
 
 import argparse
-import csv
-import datetime
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -38,6 +35,7 @@ import torch
 import torch.distributed as dist
 from losses_baselines import PROVIDERS
 from losses_measure import Setup, forget, make_step, parity
+from tables import environment, show, write_csv
 
 from disco_ds.comm_hooks import CompressedReduction, register_comm_hook
 from disco_ds.distributed import World, mean_over_ranks_
@@ -295,8 +293,7 @@ def main() -> None:
                     table += rows_of(experiment, ranks, pairs, rate, found)
         finally:
             subprocess.run([NET, "down"], check=True)
-    for row in table:
-        print("  ".join(f"{key}={value}" for key, value in row.items()))
+    show(table)
     largest = [r for r in table if r["experiment"] == "loss" and r["variant"] == "ours_bf16"][-1]
     print(
         f"in short: {largest['ranks']} x {largest['pairs_per_rank']} pairs, bf16 on the wire: "
@@ -304,15 +301,9 @@ def main() -> None:
         f"{largest['received_over_predicted']} of those predicted"
     )
     if not options.quick:
-        machine = f"{os.cpu_count()} cores {platform.machine()}, load {os.getloadavg()[0]:.1f}"
-        with options.output.open("w", newline="") as file:
-            file.write(
-                f"# {datetime.date.today()}, link {note.partition(', ')[2]}, gloo, torch "
-                f"{torch.__version__}, {options.rounds} rounds in turn, {machine}\n"
-            )
-            writer = csv.DictWriter(file, fieldnames=list(table[0]))
-            writer.writeheader()
-            writer.writerows(table)
+        link = note.partition(", ")[2]
+        settings = f"link {link}, gloo, {options.rounds} rounds in turn, {environment()}"
+        write_csv(options.output, table, settings)
 
 
 if __name__ == "__main__":

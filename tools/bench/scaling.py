@@ -20,12 +20,12 @@ overlap, exponentials and memory traffic are left out. Whole step: encoders and 
 from __future__ import annotations
 
 import argparse
-import csv
-import datetime
 import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from tables import show, write_csv
 
 from disco_ds.losses.disco import DiscoConfig
 from disco_ds.models import ModelConfig
@@ -133,23 +133,18 @@ def main() -> None:
         for world_size in WORLDS
         for row in rows_of(options.model, local, world_size, hardware)
     ]
-    for row in table:
-        print("  ".join(f"{key}={value}" for key, value in row.items()))
+    show(table)
     own = [row for row in table if row["loss"] == "ours"][-1]
     print(
         f"in short: {own['gpus']} GPUs: loss {own['loss_ratio']} of the time and "
         f"{own['memory_ratio']} of the memory of open_clip's (simulated)"
     )
-    with options.output.open("w", newline="") as file:
-        file.write(
-            f"# {datetime.date.today()}, simulated: {hardware.flops / 1e12:g} Tflop/s at "
-            f"{hardware.mfu:.0%}, {hardware.intra / 1e9:g} GB/s in a node of "
-            f"{hardware.gpus_per_node}, {hardware.link / 1e9:g} GB/s between nodes; bf16, DDP, "
-            "activation checkpointing\n"
-        )
-        writer = csv.DictWriter(file, fieldnames=list(table[0]))
-        writer.writeheader()
-        writer.writerows(table)
+    note = (
+        f"simulated: {hardware.flops / 1e12:g} Tflop/s at {hardware.mfu:.0%}, "
+        f"{hardware.intra / 1e9:g} GB/s in a node of {hardware.gpus_per_node}, "
+        f"{hardware.link / 1e9:g} GB/s between nodes; bf16, DDP, activation checkpointing"
+    )
+    write_csv(options.output, table, note)
 
 
 if __name__ == "__main__":

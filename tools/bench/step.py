@@ -12,12 +12,9 @@ the other rank hardly change.
 from __future__ import annotations
 
 import argparse
-import csv
-import datetime
 import functools
 import json
 import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -26,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from tables import environment, show, write_csv
 from training import RESULTS, WARM, install_theirs, our_command, run, their_command
 
 from disco_ds.data.demo import ensure_demo
@@ -222,25 +220,16 @@ def report(found: dict[str, list[dict[str, float]]], options: argparse.Namespace
         }
         for part in parts
     ]
-    for row in rows:
-        print("  ".join(f"{key}={value}" for key, value in row.items()))
+    show(rows)
     print("in short: a step takes " + ", ".join(f"{n} {rows[-1][n]} ms" for n in found))
     if options.quick:
         return
-    import torch
-
-    with (RESULTS / f"step_{options.clock}.csv").open("w", newline="") as file:
-        file.write(
-            f"# {datetime.date.today()}, {options.clock} ms per step, {options.model}, "
-            f"2 x {options.batch} pairs, fp32, median of {options.steps - WARM} steps and "
-            f"{options.rounds} rounds in turn, "
-            f"torch {torch.__version__}, {os.cpu_count()} cores {platform.machine()}, load "
-            f"{os.getloadavg()[0]:.1f}; theirs: the loss is its forward only, its backward counts "
-            "with the encoders'\n"
-        )
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
+    note = (
+        f"{options.clock} ms per step, {options.model}, 2 x {options.batch} pairs, fp32, median of "
+        f"{options.steps - WARM} steps and {options.rounds} rounds in turn, {environment()}; "
+        "theirs: the loss is its forward only, its backward counts with the encoders'"
+    )
+    write_csv(RESULTS / f"step_{options.clock}.csv", rows, note)
 
 
 if __name__ == "__main__":

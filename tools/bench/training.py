@@ -19,11 +19,8 @@ out of DDP's arguments, which takes none there.
 from __future__ import annotations
 
 import argparse
-import csv
-import datetime
 import json
 import os
-import platform
 import re
 import shutil
 import statistics
@@ -38,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from tables import environment, show, write_csv
 
 from disco_ds.data.demo import NUM_TRAIN_SHARDS, ensure_demo
 from disco_ds.presets import DEMO_DATA
@@ -218,8 +216,7 @@ def report(found: dict[str, list[Timing]], options: argparse.Namespace) -> None:
                 "loss_last_10": round(statistics.median(last), 3),
             }
         )
-    for row in rows:
-        print("  ".join(f"{key}={value}" for key, value in row.items()))
+    show(rows)
     print(
         "in short: samples/s over open_clip's: "
         + ", ".join(
@@ -228,19 +225,11 @@ def report(found: dict[str, list[Timing]], options: argparse.Namespace) -> None:
     )
     if options.quick:
         return
-    import torch
-
     note = (
-        f"# {datetime.date.today()}, {options.model}, {RANKS} x {options.batch} pairs, fp32, "
-        f"{options.workers} workers, {options.steps} steps, {options.rounds} rounds in turn, torch "
-        f"{torch.__version__}, {os.cpu_count()} cores {platform.machine()}, "
-        f"load {os.getloadavg()[0]:.1f}\n"
+        f"{options.model}, {RANKS} x {options.batch} pairs, fp32, {options.workers} workers, "
+        f"{options.steps} steps, {options.rounds} rounds in turn, {environment()}"
     )
-    with (RESULTS / "training.csv").open("w", newline="") as file:
-        file.write(note)
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
+    write_csv(RESULTS / "training.csv", rows, note)
     curves = {name: timings[-1].losses for name, timings in found.items()}
     (RESULTS / "training_losses.json").write_text(json.dumps(curves) + "\n")
 
