@@ -18,6 +18,7 @@ from multiprocessing.process import BaseProcess
 from multiprocessing.sharedctypes import RawArray
 from typing import Any
 
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.data import DataLoader
 
 from disco_ds.data.batch import DataWorkerError
@@ -52,13 +53,16 @@ def start_workers(
     """The loader's iterator, with all workers at work (or dead, which the loader tells).
 
     Only forked workers are waited for; those of other start methods begin in a new interpreter.
+    None inherits a dispatch mode, such as the count of tensors in a run's first steps, which would
+    slow down every operator of a worker until it ends.
 
     Raises:
         DataWorkerError: workers got stuck :data:`ATTEMPTS` times.
     """
     for attempt in range(1, ATTEMPTS + 1):
         arrivals, others = Arrivals(num_workers), active_children()
-        iterator = iter(make_loader(arrivals))
+        with _disable_current_modes():
+            iterator = iter(make_loader(arrivals))
         own = [process for process in active_children() if process not in others]
         if not is_fork or not (stuck := _wait(arrivals, own)):
             return iterator

@@ -32,6 +32,7 @@ from make_shards import (
     write_tar,
 )
 from PIL import Image
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 import disco_ds.data.reader as reader_module
 import disco_ds.data.workers as workers_module
@@ -465,6 +466,25 @@ def test_workers_that_always_get_stuck_end_the_run(
 def numbers_and_setting(captions: list[str]) -> torch.Tensor:
     setting = {"false": 0, "true": 1}[os.environ["TOKENIZERS_PARALLELISM"]]
     return torch.full((len(captions), 1), setting)
+
+
+def number_of_modes(captions: list[str]) -> torch.Tensor:
+    return torch.full((len(captions), 1), len(_get_current_dispatch_mode_stack()))
+
+
+class PassOn(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_workers_do_not_inherit_what_watches_the_trainer(tmp_path: Path, method: str) -> None:
+    shards = make_shards(tmp_path, [8])
+    loader = make_loader(shards, tokenize=number_of_modes, num_workers=1, start_method=method)
+    with PassOn():
+        assert next(iter(loader)).text.tolist() == [[0]] * 4
+        assert len(_get_current_dispatch_mode_stack()) == 1
+    loader.close()
 
 
 @pytest.mark.parametrize(("users", "expected"), [(None, 0), ("true", 1), ("false", 0)])
