@@ -12,8 +12,8 @@ Every column sees the same number of samples.
   of the heads; temperatures and the rates of other optimizers are searched for again.
 
 Needs the extra ``test``, npm and pip (once). Runs are kept one by one in
-``data/bench/learning.jsonl``: start again to go on. ``--report`` writes what is there; ``--quick``
-does a small part and keeps nothing.
+``results/learning_runs.jsonl``: start again to go on, delete it to start anew. ``--report`` writes
+what is there; ``--quick`` does a small part and keeps nothing.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ import learning_plot
 import torch
 from learning_choose import Chooser, choose_again, choose_losses, choose_optimizers
 from learning_fetch import CannotFetch
-from learning_models import ROOT, TESTS, VALIDATION, emoji, features
+from learning_models import TESTS, VALIDATION, emoji, features
 from learning_report import aggregate, differences, in_short, markdown, write_csv
 from learning_rows import Form, Row, Run, fastclip, info_nce, loss_rows, optimizer_rows
 from learning_store import Result, Store, run_all
 
 RESULTS = Path(__file__).parent / "results"
-STORE = ROOT / "data" / "bench" / "learning.jsonl"
+STORE = RESULTS / "learning_runs.jsonl"
 FORMS: tuple[Form, ...] = ("heads", "scratch")
 EPOCHS: dict[Form, int] = {"heads": 40, "scratch": 20}
 SEEDS: dict[Form, int] = {"heads": 5, "scratch": 3}

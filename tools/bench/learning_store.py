@@ -39,7 +39,15 @@ class Store:
 
     def add(self, run: Run, outcome: dict[str, Any]) -> None:
         """Keep a result, flushed."""
-        result = {"key": run.key, "name": run.row.name, **asdict(run), **outcome}
+        result = {
+            "key": run.key,
+            "form": run.form,
+            "name": run.row.name,
+            "batch": run.batch,
+            "seed": run.seed,
+            "epochs": run.epochs,
+            **outcome,
+        }
         self.results[run.key] = result
         if self.path is None:
             return
