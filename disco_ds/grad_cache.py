@@ -64,9 +64,13 @@ def micro_batch_sizes(num_pairs: int, micro_batch_size: int, world: World) -> li
             "rank the same number of pairs, or raise micro_batch_size"
         )
     if count == -(-num_pairs // micro_batch_size):
-        full, rest = divmod(num_pairs, micro_batch_size)
-        return [micro_batch_size] * full + [rest] * (rest > 0)
+        return _full_and_rest(num_pairs, micro_batch_size)
     return [(num_pairs + part) // count for part in range(count)]
+
+
+def _full_and_rest(num_pairs: int, micro_batch_size: int) -> list[int]:
+    full, rest = divmod(num_pairs, micro_batch_size)
+    return [micro_batch_size] * full + [rest] * (rest > 0)
 
 
 class Engine(Protocol):
@@ -119,12 +123,14 @@ def contrastive_backward(
     pairs: Pairs,
     *,
     micro_batch_size: int,
+    equal_ranks: bool = False,
 ) -> Tensor:
     """Loss of the global batch and the gradients of encoders and temperature.
 
     Encoder gradients are left with the strategy (reduced), the temperature's in ``.grad`` as
     this rank's share (its mean over ranks is exact). Collective; ranks may hold different numbers
-    of pairs, see :func:`micro_batch_sizes`.
+    of pairs, see :func:`micro_batch_sizes`. ``equal_ranks`` says that they never do, and saves the
+    collective in which they agree on their micro-batches.
 
     Returns:
         the detached global loss, 0-D fp32, the same number on all ranks.
@@ -132,7 +138,11 @@ def contrastive_backward(
     Raises:
         NonFiniteLoss: on all ranks; no gradient has been added anywhere.
     """
-    sizes = micro_batch_sizes(len(pairs.index), micro_batch_size, strategy.world)
+    num_pairs = len(pairs.index)
+    if equal_ranks:
+        sizes = _full_and_rest(num_pairs, micro_batch_size)
+    else:
+        sizes = micro_batch_sizes(num_pairs, micro_batch_size, strategy.world)
     if len(sizes) == 1:
         features = _encode(strategy, pairs)
         value, gradients = _loss_gradients(loss, temperature, features, pairs.index)

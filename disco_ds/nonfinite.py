@@ -28,6 +28,7 @@ def broken_gradients(
     random: RandomState,
     *,
     micro_batch_size: int,
+    equal_ranks: bool = False,
 ) -> list[str]:
     """Names of this rank's gradients that are not finite before any reduction.
 
@@ -52,7 +53,12 @@ def broken_gradients(
             probe = _Probe(strategy, leaves, look)
             try:
                 contrastive_backward(
-                    probe, loss, temperature, pairs, micro_batch_size=micro_batch_size
+                    probe,
+                    loss,
+                    temperature,
+                    pairs,
+                    micro_batch_size=micro_batch_size,
+                    equal_ranks=equal_ranks,
                 )
             finally:
                 probe.close()

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import NamedTuple
 
 EXIT_PREEMPTED = 75
 """Exit status of a run that was asked to stop and saved: start it again (EX_TEMPFAIL)."""
@@ -28,6 +29,15 @@ _BLOCKED = (*STOP_SIGNALS, signal.SIGINT)
 PARENT_CHECK_SECONDS = 2.0
 
 _received: list[str] = []
+
+
+class Requests(NamedTuple):
+    """What a rank asks of all ranks between two steps, or what any of them asks."""
+
+    stop: bool
+    save: bool
+    wait: bool
+    """Not to touch the checkpoint that is still being written."""
 
 
 def listen_for_stop() -> None:

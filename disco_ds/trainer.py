@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 from torch import Tensor
@@ -51,7 +51,7 @@ from disco_ds.models import (
 from disco_ds.nonfinite import broken_gradients
 from disco_ds.optim import build_temperature_optimizer, learning_rate, set_learning_rate
 from disco_ds.plan_watch import PlanWatch
-from disco_ds.preemption import stop_reason
+from disco_ds.preemption import Requests, stop_reason
 from disco_ds.refusal import Refusal, TrainingStopped
 from disco_ds.report import record_start
 from disco_ds.run_plan import RunPlan
@@ -145,6 +145,8 @@ class Trainer:
             self.state.restore(plan.checkpoint)
         self._saved_step, self._saved_at = self.counters.step, time.monotonic()
         self._is_save_wanted = False
+        self._stop_reason: str | None = None
+        self._agreed: Requests | None = None
         self._write_configuration()
 
     def _rehearse(self) -> None:
@@ -239,22 +241,26 @@ class Trainer:
     def _save_or_stop_if_asked(self) -> None:
         """Between two steps: the same decisions on every rank, whoever noticed.
 
-        One all-reduce of 12 bytes.
+        What ranks ask for has travelled with the temperature's gradient; after a step that was
+        not taken one all-reduce of 12 bytes asks for it.
         """
-        reason = stop_reason()
-        stop, is_wanted, is_writing = any_rank(
-            [reason is not None, self._is_save_wanted or self._is_late(), self.writer.is_busy],
-            self.world,
-        )
-        if self.writer.is_pending and (stop or not is_writing):
+        asked = self._agreed or Requests(*any_rank(self._requests(), self.world))
+        self._agreed = None
+        if self.writer.is_pending and (asked.stop or not asked.wait):
             self.writer.finish()
         step = self.counters.step
         is_due = _is_due(step, self.config.checkpoint.every_steps) or step == self.total_steps
-        if (is_due or is_wanted or stop) and step != self._saved_step:
+        if (is_due or asked.save or asked.stop) and step != self._saved_step:
             self._save_now()
-        if stop:
+        if asked.stop:
             self.writer.finish()
-            raise Preempted(self._who_asked(reason))
+            raise Preempted(self._who_asked())
+
+    def _requests(self) -> Requests:
+        """This rank's, now."""
+        self._stop_reason = stop_reason()
+        save = self._is_save_wanted or self._is_late()
+        return Requests(self._stop_reason is not None, save, self.writer.is_busy)
 
     def _is_late(self) -> bool:
         """The main rank's clock decides about saves by time."""
@@ -263,8 +269,8 @@ class Trainer:
             return False
         return time.monotonic() - self._saved_at >= 60 * minutes
 
-    def _who_asked(self, reason: str | None) -> str:
-        reasons = gather_objects(reason, self.world)
+    def _who_asked(self) -> str:
+        reasons = gather_objects(self._stop_reason, self.world)
         rank = next(rank for rank, text in enumerate(reasons) if text is not None)
         saved = (
             f"saved after step {self.counters.step}" if self.counters.step else "nothing to save"
@@ -320,8 +326,9 @@ class Trainer:
         return {"loss": float(value), "lr": lr, "grad_norm": result.grad_norm, **own}
 
     @property
-    def _micro_batches(self) -> dict[str, int]:
-        return {"micro_batch_size": self.config.micro_batch_size or self.plan.local_batch_size}
+    def _micro_batches(self) -> _MicroBatches:
+        size = self.config.micro_batch_size or self.plan.local_batch_size
+        return {"micro_batch_size": size, "equal_ranks": True}
 
     def _broken_gradients(self, pairs: Pairs, random: RandomState) -> list[str]:
         """Names of this rank's gradients that are not finite. Collective."""
@@ -336,11 +343,16 @@ class Trainer:
         return learning_rate(self.config.optim, self.counters.step, self.total_steps, peak=peak)
 
     def _step_temperature(self) -> None:
-        """The same update on every rank: exact mean of the gradients, then the bounds."""
+        """The same update on every rank: exact mean of the gradients, then the bounds.
+
+        One all-reduce, in which what ranks ask of each other between two steps travels too.
+        """
         named = self.temperature.named_parameters()
         gradients = {name: p.grad for name, p in named if p.grad is not None}
         own = {name: gradient.clone() for name, gradient in gradients.items()}
-        mean_over_ranks_(list(gradients.values()), self.world)
+        asked = torch.tensor(self._requests(), dtype=torch.float32, device=self.world.device)
+        mean_over_ranks_([*gradients.values(), asked], self.world)
+        self._agreed = Requests(*(asked > 0).tolist())
         if _not_finite(gradients):
             self.refusal.of_temperature(_not_finite(own))
             return
@@ -429,6 +441,11 @@ class Trainer:
         """Release engine and workers."""
         self.loader.close()
         self.strategy.close()
+
+
+class _MicroBatches(TypedDict):
+    micro_batch_size: int
+    equal_ranks: bool
 
 
 def _temperature_config(config: TrainConfig) -> TemperatureConfig:

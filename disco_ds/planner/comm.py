@@ -20,6 +20,7 @@ from disco_ds.planner.fetches import Rules, fetches
 from disco_ds.planner.meter import Traffic
 from disco_ds.planner.profile import Profile, Weights
 from disco_ds.planner.request import LossConfig, PlanRequest
+from disco_ds.preemption import Requests
 
 # DDP's own numbers: the first bucket is small, so that its reduction starts early.
 FIRST_BUCKET_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20
@@ -50,13 +51,13 @@ def step_traffic(request: PlanRequest, profile: Profile) -> list[Traffic]:
     """Collectives of one optimizer step, nothing on a single rank."""
     account = Account()
     if request.world_size > 1:
-        account.add("encode", "all_reduce", 16)  # how many micro-batches
         loss_traffic(account, request, profile.dim)
         if request.model.batch_norm == "synced":
             _batch_norms(account, request, profile.weights.batch_norms)
         _ENGINES[request.strategy.partition("_")[0]](account, request, profile)
         scalars = 2 if request.loss.name == "siglip" else 1
-        account.add("step", "all_reduce", 4 * scalars)  # the temperature's gradient
+        # The temperature's gradient, and what ranks ask of each other between two steps.
+        account.add("step", "all_reduce", 4 * (scalars + len(Requests._fields)))
     return account.traffic()
 
 

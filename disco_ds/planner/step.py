@@ -20,6 +20,7 @@ from disco_ds.planner.engines import make_strategy
 from disco_ds.planner.fake import fake_deepspeed
 from disco_ds.planner.meter import HOST, MemoryMeter, Peak, Traffic
 from disco_ds.planner.request import PlanRequest
+from disco_ds.preemption import Requests
 from disco_ds.strategies.base import Strategy
 
 PHASES = ("encode", "loss", "backward", "step")
@@ -143,12 +144,14 @@ class MeteredStep:
                 self.temperature,
                 self.pairs,
                 micro_batch_size=self.request.micro_batch,
+                equal_ranks=True,
             )
         with self.meter.phase("step", "optimizer temporaries"):
             result = self.strategy.step(self.request.optim.lr)
             self.loss.after_step(result.skipped)
             own = [p.grad for p in self.temperature.parameters() if p.grad is not None]
-            mean_over_ranks_(own, self.world)
+            requests = torch.zeros(len(Requests._fields), device=self.world.device)
+            mean_over_ranks_([*own, requests], self.world)
             self.temperature_optimizer.step()
             self.temperature.clamp_()
 

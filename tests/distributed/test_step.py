@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
 from engines import build
 from harness import run_distributed
 from tiny import random_pairs, rows_of, tiny_encoders
@@ -21,13 +24,25 @@ PAIRS = 12
 
 
 def gradients(
-    strategy: Strategy, pairs: Pairs, micro_batch_size: int, *, patch_dropout: float = 0.0
+    strategy: Strategy,
+    pairs: Pairs,
+    micro_batch_size: int,
+    *,
+    patch_dropout: float = 0.0,
+    equal_ranks: bool = False,
 ) -> dict[str, Tensor]:
     """Encoder gradients (as Adam's first moments) and the temperature's, of one step."""
     strategy.setup(tiny_encoders(patch_dropout=patch_dropout).double(), OPTIM)
     temperature = Temperature(TemperatureConfig()).double()
     loss = DiscoLoss(process_group=strategy.process_group, normalize=True)
-    contrastive_backward(strategy, loss, temperature, pairs, micro_batch_size=micro_batch_size)
+    contrastive_backward(
+        strategy,
+        loss,
+        temperature,
+        pairs,
+        micro_batch_size=micro_batch_size,
+        equal_ranks=equal_ranks,
+    )
     scale_gradient = temperature.logit_scale.grad
     mean_over_ranks_([scale_gradient], strategy.world)
     strategy.step(OPTIM.lr)
@@ -96,6 +111,33 @@ def test_ranks_may_hold_different_numbers_of_pairs() -> None:
     pairs = random_pairs(PAIRS, dtype=torch.float64)
     expected = gradients(build("single", World(), pairs=PAIRS), pairs, PAIRS)
     run_distributed(_uneven, expected, world_size=2)
+
+
+def _equal(rank: int, world_size: int, expected: dict[str, Tensor]) -> None:
+    world = World(rank, world_size, rank)
+    pairs = rows_of(random_pairs(PAIRS, dtype=torch.float64), rank, world_size)
+    maxima = []
+    all_reduce = dist.all_reduce
+
+    def watched(tensor: Tensor, op: dist.ReduceOp = dist.ReduceOp.SUM, **settings: Any) -> Any:
+        maxima.extend([op] * (op == dist.ReduceOp.MAX))
+        return all_reduce(tensor, op, **settings)
+
+    for equal_ranks, expected_maxima in ((False, 1), (True, 0)):
+        strategy = build("fsdp2", world, pairs=PAIRS)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist, "all_reduce", watched)
+            found = gradients(strategy, pairs, 4, equal_ranks=equal_ranks)
+        assert len(maxima) == expected_maxima
+        maxima.clear()
+        if world.is_main:
+            assert_close(found, expected)
+
+
+def test_equal_ranks_need_not_agree_on_their_micro_batches() -> None:
+    pairs = random_pairs(PAIRS, dtype=torch.float64)
+    expected = gradients(build("single", World(), pairs=PAIRS), pairs, PAIRS)
+    run_distributed(_equal, expected, world_size=2)
 
 
 @pytest.mark.parametrize(

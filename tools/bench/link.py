@@ -48,6 +48,7 @@ from disco_ds.planner.cost import wire_bytes
 from disco_ds.planner.meter import Traffic
 from disco_ds.planner.plan import profile_of
 from disco_ds.planner.request import PlanRequest
+from disco_ds.preemption import Requests
 from disco_ds.strategies.ddp import DDPStrategy
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -184,8 +185,16 @@ def _whole_step(world: World, pairs: int, loss: Any, *, compress: bool) -> Step:
         return loss(unit(x, dim=1), unit(y, dim=1), scale)
 
     def step() -> None:
-        contrastive_backward(strategy, normalised, temperature, batch, micro_batch_size=pairs)  # type: ignore[arg-type]
-        mean_over_ranks_([p.grad for p in (temperature.logit_scale,) if p.grad is not None], world)
+        contrastive_backward(
+            strategy,
+            normalised,  # type: ignore[arg-type]
+            temperature,
+            batch,
+            micro_batch_size=pairs,
+            equal_ranks=True,
+        )
+        own = [p.grad for p in (temperature.logit_scale,) if p.grad is not None]
+        mean_over_ranks_([*own, torch.zeros(len(Requests._fields))], world)
         strategy.step(1e-4)
         temperature.logit_scale.grad = None
 

@@ -43,10 +43,7 @@ OURS = {
         "disco_ds.strategies.zero:ZeroStrategy.step",
     ),
     "temperature": ("disco_ds.trainer:Trainer._step_temperature",),
-    "agreements between ranks": (
-        "disco_ds.grad_cache:micro_batch_sizes",
-        "disco_ds.trainer:Trainer._save_or_stop_if_asked",
-    ),
+    "saves": ("disco_ds.trainer:Trainer._save_or_stop_if_asked",),
     "reports": ("disco_ds.trainer:Trainer._report",),
 }
 THEIRS = {
