@@ -49,14 +49,14 @@ def fake_world(world_size: int, *, like_cuda: bool) -> Iterator[World]:
     """Make this process rank 0 of ``world_size`` fake ranks, on fake tensors.
 
     Raises:
-        ValueError: several ranks, and this process has a process group of its own.
+        ValueError: this process has a process group of its own.
     """
-    if world_size > 1 and dist.is_initialized():
+    if dist.is_initialized():
         raise ValueError("a trace needs a process without a process group of its own")
     with ExitStack() as stack:
-        if world_size > 1:
-            _set_environment(stack, world_size)
-            _join_fake_group(stack, world_size)
+        # A single rank joins too: engines would found a real group, which outlives the trace.
+        _set_environment(stack, world_size)
+        _join_fake_group(stack, world_size)
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(StandIns(world_size))
         for owner, name, value in _replacements(like_cuda):

@@ -78,8 +78,7 @@ class MeteredStep:
         stack.callback(self.strategy.close)
         self.loss = self._make_loss()
         self.counter = CountingHook()
-        if world.world_size > 1:
-            self.strategy.attach_hook(self.counter, self.loss)
+        self.strategy.attach_hook(self.counter, self.loss)
         bias = initial_logit_bias(request.loss.name, request.global_batch_size)
         self.temperature = Temperature(TemperatureConfig(), bias=bias)
         self.temperature_optimizer = build_temperature_optimizer(
@@ -124,13 +123,13 @@ class MeteredStep:
         self.meter.restart()
         self.counter.metrics()
         self.take()
-        meter = self.meter
+        meter, travels = self.meter, self.world.world_size > 1
         return Measured(
             peak=meter.peak(),
             phases={name: meter.peaks[name] for name in PHASES if name in meter.peaks},
             at_rest={key: value for key, value in meter.live.items() if value and key != HOST},
-            traffic=meter.traffic() if self.world.world_size > 1 else [],
-            counted=self.counter.metrics(),
+            traffic=meter.traffic() if travels else [],
+            counted=self.counter.metrics() if travels else {},
         )
 
     def take(self) -> None:
