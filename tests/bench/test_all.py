@@ -25,6 +25,7 @@ def test_every_script_is_a_benchmark_or_a_part_of_one() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_all_run_small() -> None:
     command = [sys.executable, str(ALL), "--quick"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=3600)
