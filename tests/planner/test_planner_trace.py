@@ -99,7 +99,7 @@ RULES: list[tuple[int | None, bool, dict[str, int]]] = [
     (None, True, {"stage3_max_reuse_distance": 200_000}),
     (None, False, {"stage3_max_live_parameters": 300_000}),
     (32, True, {"stage3_max_live_parameters": 200_000, "stage3_max_reuse_distance": 400_000}),
-    (12, False, {"stage3_max_reuse_distance": 1000}),
+    (12, False, {"stage3_max_live_parameters": 1000}),
     (32, False, {"stage3_prefetch_bucket_size": 0}),
 ]
 
@@ -123,6 +123,25 @@ def test_zero3_fetches_by_its_rules(
     loose = request.with_(ds_config={"zero_optimization": TIGHT})
     known = profile_of(request)
     assert step_traffic(request, known) != step_traffic(loose, known)  # they do matter
+
+
+@pytest.mark.slow
+def test_reuse_distance_has_no_say_with_micro_batches() -> None:
+    """The first pass uses each parameter once: all are given up, and that decision stays."""
+    near, far = (
+        request_of(
+            *("disco-demo-vit", "zero3", "bf16"),
+            ranks=2,
+            local=60,
+            micro=12,
+            ds_config={"zero_optimization": TIGHT | rules},
+        )
+        for rules in ({"stage3_max_reuse_distance": 1000}, {})
+    )
+    compare(near)
+    compare(far)
+    known = profile_of(near)
+    assert step_traffic(near, known) == step_traffic(far, known)
 
 
 @pytest.mark.slow
