@@ -11,6 +11,8 @@ of data workers, by turns:
 * ours, zero2: ``deepspeed train.py --deepspeed_config ds_configs/zero2.json``.
 
 Both print a line after every step; a line's arrival is the clock, the first steps are left out.
+Processor time is that of all processes of a run, data workers included: a busy machine hardly
+changes it.
 Memory is the largest sum of unique memory (USS) over all processes of a run. open_clip_train pins
 an old webdataset: it gets one of its own under ``data/bench``. On a CPU its ``device_ids`` are left
 out of DDP's arguments, which takes none there.
@@ -67,12 +69,20 @@ class Timing:
     arrivals: dict[int, float] = field(default_factory=dict)
     memory: int = 0
     """Bytes."""
+    processor: list[tuple[int, float]] = field(default_factory=list)
+    """Steps begun and seconds used by then, about once a second."""
 
     def rate(self, batch: int) -> float:
         """Samples per second after the first steps."""
         steps = sorted(step for step in self.arrivals if step >= WARM)
         seconds = self.arrivals[steps[-1]] - self.arrivals[steps[0]]
         return batch * RANKS * (len(steps) - 1) / seconds
+
+    def processor_ms(self) -> float:
+        """Processor milliseconds of a step, by all processes together."""
+        counted = [at for at in self.processor if at[0] >= WARM]
+        (first, begin), (last, end) = counted[0], counted[-1]
+        return 1e3 * (end - begin) / max(last - first, 1)
 
 
 def their_command(
@@ -163,6 +173,9 @@ def _watch(process: subprocess.Popen[str], timing: Timing) -> None:
             family = [parent, *parent.children(recursive=True)]
             total = sum(member.memory_full_info().uss for member in family)
             timing.memory = max(timing.memory, total)
+            used = [member.cpu_times() for member in family]
+            seconds = sum(times.user + times.system for times in used)
+            timing.processor.append((max(timing.arrivals, default=0), seconds))
         except (psutil.NoSuchProcess, psutil.ZombieProcess):
             pass
         time.sleep(1.0)
@@ -212,6 +225,9 @@ def report(found: dict[str, list[Timing]], options: argparse.Namespace) -> None:
                 "ratio": round(statistics.median(ratios), 3),
                 "ratio_min": round(min(ratios), 3),
                 "ratio_max": round(max(ratios), 3),
+                "processor_ms_per_step": round(
+                    statistics.median(timing.processor_ms() for timing in timings)
+                ),
                 "memory_mib": round(max(timing.memory for timing in timings) / 2**20),
                 "loss_last_10": round(statistics.median(last), 3),
             }
