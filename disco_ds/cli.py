@@ -63,7 +63,8 @@ def train(arguments: Sequence[str]) -> int:
     setup_logging(world)
     _use_few_threads(world)
     watchdog = Watchdog(world.rank, config.timeout_seconds).start()
-    from disco_ds.trainer import Preempted, TrainingStopped
+    from disco_ds.saves import Preempted
+    from disco_ds.trainer import TrainingStopped
 
     try:
         init_process_group(world, timeout_seconds=config.timeout_seconds)
@@ -104,9 +105,11 @@ def _lost_contact(error: RuntimeError, watchdog: Watchdog) -> str:
 
 
 def _run(config: TrainConfig, preset: str | None, world: World, watchdog: Watchdog) -> int:
+    from disco_ds.evaluation.run import summarize
     from disco_ds.report import reported
     from disco_ds.run_plan import plan_run
-    from disco_ds.trainer import Preempted, Trainer, summarize
+    from disco_ds.saves import Preempted
+    from disco_ds.trainer import Trainer
 
     if preset in DEMO_PRESETS:
         with agreed(world):

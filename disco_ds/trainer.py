@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import math
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,26 +15,26 @@ from typing import TYPE_CHECKING, TypedDict
 import torch
 from torch import Tensor
 
-from disco_ds.checkpoint import CheckpointWriter, as_plain, export
+from disco_ds.checkpoint import as_plain, export
 from disco_ds.config import TrainConfig
 from disco_ds.data.loader import Batch, TrainLoader
 from disco_ds.distributed import (
     World,
     agreed,
-    any_rank,
     broadcast_object,
     gather_objects,
     mean_over_ranks_,
     seed_everything,
     sum_over_ranks,
 )
-from disco_ds.evaluation.run import Evaluator, publish
+from disco_ds.evaluation.run import Evaluator, publish, summarize
 from disco_ds.grad_cache import NonFiniteLoss, Pairs, RandomState, contrastive_backward
 from disco_ds.losses.base import ContrastiveLoss
 from disco_ds.metrics import (
     MetricsLog,
     PlateauWatch,
     Progress,
+    Stopwatch,
     memory_use,
     pairs_picture,
     read_metrics,
@@ -51,11 +50,11 @@ from disco_ds.models import (
 from disco_ds.nonfinite import broken_gradients
 from disco_ds.optim import build_temperature_optimizer, learning_rate, set_learning_rate
 from disco_ds.plan_watch import PlanWatch
-from disco_ds.preemption import Requests, stop_reason
 from disco_ds.refusal import Refusal, TrainingStopped
 from disco_ds.report import record_start
 from disco_ds.run_plan import RunPlan
 from disco_ds.run_state import Counters, RunState
+from disco_ds.saves import Saves, is_due
 from disco_ds.strategies.base import Strategy
 from disco_ds.strategies.loss_scale import LossScaleSpent
 from disco_ds.watchdog import Watchdog
@@ -63,13 +62,9 @@ from disco_ds.watchdog import Watchdog
 if TYPE_CHECKING:
     from PIL import Image
 
-__all__ = ["Preempted", "Trainer", "TrainingStopped", "summarize"]
+__all__ = ["Trainer", "TrainingStopped"]
 
 logger = logging.getLogger(__name__)
-
-
-class Preempted(RuntimeError):
-    """The run was asked to stop, and has saved; the same on every rank."""
 
 
 class Trainer:
@@ -140,13 +135,9 @@ class Trainer:
             temperature_optimizer=self.temperature_optimizer,
             counters=self.counters,
         )
-        self.writer = CheckpointWriter(plan.run_dir / "checkpoints", config.checkpoint, world)
         if plan.checkpoint is not None:
             self.state.restore(plan.checkpoint)
-        self._saved_step, self._saved_at = self.counters.step, time.monotonic()
-        self._is_save_wanted = False
-        self._stop_reason: str | None = None
-        self._agreed: Requests | None = None
+        self.saves = Saves(self.state, self.watchdog, last_step=self.total_steps)
         self._write_configuration()
 
     def _rehearse(self) -> None:
@@ -192,13 +183,13 @@ class Trainer:
     def _loop(self, log: MetricsLog, progress: Progress) -> dict[str, float]:
         config = self.config
         batches = iter(self.loader)
-        clock = _Stopwatch()
+        clock = Stopwatch()
         results: dict[str, float] = {}
         first_step = self.counters.step
         # A run that was stopped between its save and its evaluation catches up.
         evaluated = first_step if self._was_evaluated() else -1
-        self._save_or_stop_if_asked()
-        if _is_due(first_step, config.evaluation.every_steps) and evaluated != first_step:
+        self.saves.save_or_stop_if_asked()
+        if is_due(first_step, config.evaluation.every_steps) and evaluated != first_step:
             results, evaluated = self._evaluate(log), first_step
         while self.counters.step < self.total_steps:
             self.watchdog.enter("waiting for data", steps_taken=self.counters.step)
@@ -207,7 +198,7 @@ class Trainer:
             self.plan_watch.step_taken()
             clock.pairs += config.global_batch_size
             if values is None:
-                self._save_or_stop_if_asked()
+                self.saves.save_or_stop_if_asked()
                 continue
             step = self.counters.step
             is_last = step == self.total_steps
@@ -218,10 +209,10 @@ class Trainer:
             if is_last or round(self.loader.epoch, 6).is_integer():
                 log.write(step, {"epoch": self.loader.epoch, **self._data_summary()})
             with clock.paused():
-                self._save_or_stop_if_asked()
-                if _is_due(step, config.evaluation.every_steps) and step != evaluated:
+                self.saves.save_or_stop_if_asked()
+                if is_due(step, config.evaluation.every_steps) and step != evaluated:
                     results, evaluated = self._evaluate(log), step
-        self.writer.finish()
+        self.saves.finish()
         self.plan_watch.finish()
         if evaluated != self.counters.step:
             results = self._evaluate(log)
@@ -237,45 +228,6 @@ class Trainer:
                 for line in lines
             )
         return broadcast_object(found, self.world)
-
-    def _save_or_stop_if_asked(self) -> None:
-        """Between two steps: the same decisions on every rank, whoever noticed.
-
-        What ranks ask for has travelled with the temperature's gradient; after a step that was
-        not taken one all-reduce of 12 bytes asks for it.
-        """
-        asked = self._agreed or Requests(*any_rank(self._requests(), self.world))
-        self._agreed = None
-        if self.writer.is_pending and (asked.stop or not asked.wait):
-            self.writer.finish()
-        step = self.counters.step
-        is_due = _is_due(step, self.config.checkpoint.every_steps) or step == self.total_steps
-        if (is_due or asked.save or asked.stop) and step != self._saved_step:
-            self._save_now()
-        if asked.stop:
-            self.writer.finish()
-            raise Preempted(self._who_asked())
-
-    def _requests(self) -> Requests:
-        """This rank's, now."""
-        self._stop_reason = stop_reason()
-        save = self._is_save_wanted or self._is_late()
-        return Requests(self._stop_reason is not None, save, self.writer.is_busy)
-
-    def _is_late(self) -> bool:
-        """The main rank's clock decides about saves by time."""
-        minutes = self.config.checkpoint.every_minutes
-        if minutes is None or not self.world.is_main:
-            return False
-        return time.monotonic() - self._saved_at >= 60 * minutes
-
-    def _who_asked(self) -> str:
-        reasons = gather_objects(self._stop_reason, self.world)
-        rank = next(rank for rank, text in enumerate(reasons) if text is not None)
-        saved = (
-            f"saved after step {self.counters.step}" if self.counters.step else "nothing to save"
-        )
-        return f"asked to stop by {reasons[rank]} on rank {rank}: {saved}; start again to continue"
 
     def _train_step(self, batch: Batch) -> dict[str, float] | None:
         """Forward, backward and update; returns values to log, None when the step was skipped."""
@@ -350,9 +302,9 @@ class Trainer:
         named = self.temperature.named_parameters()
         gradients = {name: p.grad for name, p in named if p.grad is not None}
         own = {name: gradient.clone() for name, gradient in gradients.items()}
-        asked = torch.tensor(self._requests(), dtype=torch.float32, device=self.world.device)
-        mean_over_ranks_([*gradients.values(), asked], self.world)
-        self._agreed = Requests(*(asked > 0).tolist())
+        requests = self.saves.own_requests()
+        mean_over_ranks_([*gradients.values(), requests], self.world)
+        self.saves.take_answer(requests)
         if _not_finite(gradients):
             self.refusal.of_temperature(_not_finite(own))
             return
@@ -363,7 +315,7 @@ class Trainer:
         self.temperature.clamp_()
 
     def _report(
-        self, log: MetricsLog, progress: Progress, values: dict[str, float], clock: _Stopwatch
+        self, log: MetricsLog, progress: Progress, values: dict[str, float], clock: Stopwatch
     ) -> None:
         counters = self.counters
         rate = clock.lap()
@@ -418,18 +370,7 @@ class Trainer:
 
     def save(self) -> None:
         """Ask for a checkpoint after the present step; any rank may, and one is enough."""
-        self._is_save_wanted = True
-
-    def _save_now(self) -> None:
-        """Write a checkpoint of the state after the last step. Collective.
-
-        Raises:
-            SaveFailed: on all ranks, when any of them could not write.
-        """
-        self._is_save_wanted = False
-        with self.watchdog.phase("writing a checkpoint"):
-            self.writer.save(self.state.snapshot())
-        self._saved_step, self._saved_at = self.counters.step, time.monotonic()
+        self.saves.ask()
 
     def export(self) -> Path | None:
         """Write the last checkpoint's weights as an open_clip file; main rank only."""
@@ -451,10 +392,6 @@ class _MicroBatches(TypedDict):
 def _temperature_config(config: TrainConfig) -> TemperatureConfig:
     """``--temperature``, with what the loss itself says about its temperature."""
     return replace(config.temperature, **getattr(config.loss, "temperature", {}))
-
-
-def _is_due(step: int, every: int | None) -> bool:
-    return every is not None and step > 0 and step % every == 0
 
 
 def _not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
@@ -488,40 +425,3 @@ class _Watched:
 
     def average_buffers(self) -> None:
         self.strategy.average_buffers()
-
-
-class _Stopwatch:
-    """Samples per second between two laps, pauses left out."""
-
-    def __init__(self) -> None:
-        self.pairs = 0
-        self._start = time.perf_counter()
-
-    def lap(self) -> float:
-        """Samples per second since the last lap."""
-        now = time.perf_counter()
-        rate = self.pairs / max(now - self._start, 1e-9)
-        self.pairs, self._start = 0, now
-        return rate
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Time spent inside does not count."""
-        begin = time.perf_counter()
-        yield
-        self._start += time.perf_counter() - begin
-
-
-def summarize(results: dict[str, float]) -> str:
-    """Evaluation results in one line, chance beside what was reached."""
-    parts = []
-    for direction in ("image_to_text", "text_to_image"):
-        if (recall := results.get(f"eval/retrieval/{direction}_R@1")) is not None:
-            chance = 1 / max(results["eval/retrieval/num_texts"], 1)
-            parts.append(f"{direction} R@1 {recall:.1%} (chance {chance:.1%})")
-    for key, value in results.items():
-        if key.endswith("/top1"):
-            task = key.removeprefix("eval/zero_shot_").removesuffix("/top1")
-            chance = results[key.replace("/top1", "/chance")]
-            parts.append(f"zero-shot {task} {value:.1%} (chance {chance:.1%})")
-    return "  ".join(parts)

@@ -195,6 +195,21 @@ def publish(found: Evaluation, log: MetricsLog, run_dir: Path, step: int, world:
     refresh_report(run_dir, world)
 
 
+def summarize(results: dict[str, float]) -> str:
+    """Evaluation results in one line, chance beside what was reached."""
+    parts = []
+    for direction in ("image_to_text", "text_to_image"):
+        if (recall := results.get(f"eval/retrieval/{direction}_R@1")) is not None:
+            chance = 1 / max(results["eval/retrieval/num_texts"], 1)
+            parts.append(f"{direction} R@1 {recall:.1%} (chance {chance:.1%})")
+    for key, value in results.items():
+        if key.endswith("/top1"):
+            task = key.removeprefix("eval/zero_shot_").removesuffix("/top1")
+            chance = results[key.replace("/top1", "/chance")]
+            parts.append(f"zero-shot {task} {value:.1%} (chance {chance:.1%})")
+    return "  ".join(parts)
+
+
 def _write_details(run_dir: Path, step: int, found: Evaluation) -> None:
     """Leave confusions and pictures for the report."""
     path = run_dir / FOLDER / f"step_{step:08d}.json"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import sys
-from contextlib import ExitStack
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from disco_ds.distributed import World
@@ -69,6 +71,28 @@ class PlateauWatch:
                 chance,
                 self.reports,
             )
+
+
+class Stopwatch:
+    """Samples per second between two laps, pauses left out."""
+
+    def __init__(self) -> None:
+        self.pairs = 0
+        self._start = time.perf_counter()
+
+    def lap(self) -> float:
+        """Samples per second since the last lap."""
+        now = time.perf_counter()
+        rate = self.pairs / max(now - self._start, 1e-9)
+        self.pairs, self._start = 0, now
+        return rate
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time spent inside does not count."""
+        begin = time.perf_counter()
+        yield
+        self._start += time.perf_counter() - begin
 
 
 def _clock(seconds: float) -> str:

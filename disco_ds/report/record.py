@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from disco_ds.metrics import METRICS_FILE, read_metrics
-from disco_ds.report.run_info import INFO_FILE, OUTCOME_FILE
 
 CONFIG_FILE = "config.json"
+INFO_FILE = "run.json"
+OUTCOME_FILE = "outcome.json"
 PLAN_FILE = "plan.json"
 EVALUATIONS = "evaluations"
 

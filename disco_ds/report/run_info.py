@@ -20,11 +20,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from disco_ds.distributed import World
+from disco_ds.report.record import INFO_FILE, OUTCOME_FILE
 
 logger = logging.getLogger(__name__)
 
-INFO_FILE = "run.json"
-OUTCOME_FILE = "outcome.json"
 REPORT_FILE = "report.html"
 PACKAGES = ("disco_ds", "torch", "deepspeed", "open_clip_torch", "webdataset", "numpy")
 

@@ -43,7 +43,7 @@ OURS = {
         "disco_ds.strategies.zero:ZeroStrategy.step",
     ),
     "temperature": ("disco_ds.trainer:Trainer._step_temperature",),
-    "saves": ("disco_ds.trainer:Trainer._save_or_stop_if_asked",),
+    "saves": ("disco_ds.saves:Saves.save_or_stop_if_asked",),
     "reports": ("disco_ds.trainer:Trainer._report",),
 }
 THEIRS = {
@@ -55,7 +55,7 @@ THEIRS = {
     "reports": ("logging:info",),
 }
 LAST = {
-    "ours": "disco_ds.trainer:Trainer._save_or_stop_if_asked",
+    "ours": "disco_ds.saves:Saves.save_or_stop_if_asked",
     "theirs": "torch.optim:AdamW.step",
 }
 
