@@ -15,7 +15,20 @@ ALL = Path(all_benches.__file__)
 def test_a_benchmark_that_fails_is_told() -> None:
     ended = all_benches.run(all_benches.Bench("no_such_benchmark"), quick=True)
     assert ended.words.startswith("FAILED (2)")
-    assert "| no_such |" in all_benches.table_of({"no_such": ended})
+    assert "| FAILED (2)" in all_benches.row_of("no_such", ended)
+
+
+def test_the_summary_keeps_the_rows_of_other_benchmarks(tmp_path: Path) -> None:
+    path = tmp_path / "summary.md"
+    for name, found in (("data", "1"), ("losses", "2"), ("data", "3")):
+        row = all_benches.row_of(name, all_benches.Ended("ok in 1 s", found))
+        all_benches.keep(name, row, path)
+    head, line, *rows = path.read_text().splitlines()
+    assert [(row.split(" | ")[0], row[-4:]) for row in rows] == [
+        ("| losses", " 2 |"),
+        ("| data", " 3 |"),
+    ]
+    assert head.startswith("| benchmark |") and set(line) <= set("|-")
 
 
 def test_every_script_is_a_benchmark_or_a_part_of_one() -> None:
@@ -33,5 +46,5 @@ def test_all_run_small() -> None:
     table = ended.stdout[ended.stdout.rindex("| benchmark |") :]
     for bench in all_benches.BENCHES:
         (row,) = [line for line in table.splitlines() if line.startswith(f"| {bench.name} |")]
-        _, _, how, in_short, _ = (cell.strip() for cell in row.split("|"))
+        _, _, _, how, in_short, _ = (cell.strip() for cell in row.split("|"))
         assert how.startswith("left out") or (how.startswith("ok") and in_short), row

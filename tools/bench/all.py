@@ -2,10 +2,10 @@
 
     python tools/bench/all.py --quick [--only losses link]
 
-``--quick`` keeps sizes small and writes no results; without it the table goes to
-``results/summary.md``. The exit status is 1 when any of them failed; one that this machine cannot
-run (root and iproute2 for the thin link, npm for the emoji) is named as left out. What a benchmark
-found in short is its last line.
+``--quick`` keeps sizes small and writes no results; without it every benchmark's row in
+``results/summary.md`` is written as it ends, and the rows of others stay. The exit status is 1
+when any of them failed; one that this machine cannot run (root and iproute2 for the thin link, npm
+for the emoji) is named as left out. What a benchmark found in short is its last line.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -24,6 +23,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
+SUMMARY = FOLDER / "results" / "summary.md"
+HEAD = "| benchmark | when, with | ended | in short |\n|---|---|---|---|\n"
 
 
 @dataclass(frozen=True)
@@ -94,10 +95,19 @@ def run(bench: Bench, *, quick: bool) -> Ended:
     return Ended(f"{'ok' if status == 0 else f'FAILED ({status})'} in {seconds:.0f} s", in_short)
 
 
-def table_of(ended: dict[str, Ended]) -> str:
-    """Markdown."""
-    rows = [f"| {name} | {one.words} | {one.in_short} |" for name, one in ended.items()]
-    return "\n".join(["| benchmark | ended | in short |", "|---|---|---|", *rows])
+def row_of(name: str, ended: Ended) -> str:
+    """A row of the table."""
+    when = f"{datetime.date.today()}, torch {version('torch')}, {os.cpu_count()} cores"
+    return f"| {name} | {when} | {ended.words} | {ended.in_short} |"
+
+
+def keep(name: str, row: str, path: Path = SUMMARY) -> None:
+    """Put a benchmark's row in the place of its last one."""
+    lines = path.read_text().splitlines() if path.is_file() else []
+    rows = {line.split("|")[1].strip(): line for line in lines if line.startswith("| ")}
+    rows[name] = row
+    ordered = [rows[bench.name] for bench in BENCHES if bench.name in rows]
+    path.write_text(HEAD + "\n".join(ordered) + "\n")
 
 
 def main() -> int:
@@ -106,14 +116,17 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--only", nargs="+", choices=names, default=names)
     options = parser.parse_args()
-    ended = {b.name: run(b, quick=options.quick) for b in BENCHES if b.name in options.only}
-    table = table_of(ended)
-    print(f"\n{table}")
-    if not options.quick and options.only == names:
-        machine = f"{os.cpu_count()} cores {platform.machine()}"
-        note = f"{datetime.date.today()}, torch {version('torch')}, {machine}"
-        (FOLDER / "results" / "summary.md").write_text(f"{note}\n\n{table}\n")
-    return int(any(one.words.startswith("FAILED") for one in ended.values()))
+    rows, has_failed = [], False
+    for bench in BENCHES:
+        if bench.name not in options.only:
+            continue
+        ended = run(bench, quick=options.quick)
+        has_failed |= ended.words.startswith("FAILED")
+        rows.append(row_of(bench.name, ended))
+        if not options.quick:
+            keep(bench.name, rows[-1])
+    print(f"\n{HEAD}" + "\n".join(rows))
+    return int(has_failed)
 
 
 if __name__ == "__main__":
