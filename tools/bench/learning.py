@@ -3,13 +3,13 @@
     python tools/bench/learning.py [--forms heads] [--jobs 1] [--quick] [--report]
 
 Trained are five artists' pictures of about 1,700 emoji; the measure is R@1 of the right name for
-pictures of two artists never seen. Temperatures, gammas, rho and the rates of other optimizers
+pictures of two artists never seen. Temperatures, gammas, rho and the rates of optimizers
 are chosen on a third artist, at batch 64 and on seeds of their own, then kept for all batches.
 Every column sees the same number of samples.
 
 * ``heads``: two projection heads on frozen towers; seconds a run.
 * ``scratch``: the demo's ResNet and text tower at 64 px; minutes a run. Gammas and rho are those
-  of the heads; temperatures and the rates of other optimizers are searched for again. Four rows
+  of the heads; temperatures and the rates of optimizers are searched for again. Four rows
   that are variants of others are left out.
 
 Needs the extra ``test``, npm and pip (once). Runs are kept one by one in

@@ -74,5 +74,5 @@ def choose_again(chooser: Chooser, found: Mapping[str, Row]) -> dict[str, Row]:
 
 
 def choose_optimizers(chooser: Chooser, v3: Row) -> dict[str, Row]:
-    """Rates of the other optimizers."""
+    """A rate for each optimizer."""
     return chooser.best(optimizer_searches(v3))

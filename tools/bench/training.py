@@ -81,7 +81,8 @@ class Timing:
     def processor_ms(self) -> float:
         """Processor milliseconds of a step, by all processes together."""
         counted = [at for at in self.processor if at[0] >= WARM]
-        (first, begin), (last, end) = counted[0], counted[-1]
+        first, begin = counted[0]
+        last, end = max(counted, key=lambda at: at[1])  # less is left once processes are gone
         return 1e3 * (end - begin) / max(last - first, 1)
 
 
