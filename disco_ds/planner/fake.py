@@ -45,23 +45,26 @@ FP32_ON_CUDA = ("layer_norm", "group_norm", "softmax", "log_softmax", "normalize
 
 
 @contextmanager
-def fake_world(world_size: int, *, like_cuda: bool) -> Iterator[World]:
+def fake_world(world_size: int | None, *, like_cuda: bool) -> Iterator[World]:
     """Make this process rank 0 of ``world_size`` fake ranks, on fake tensors.
+
+    A single rank has a fake group too: engines would found a real one, which outlives the trace.
+    None is one rank without any, for what communicates nothing: allowed in the midst of a run.
 
     Raises:
         ValueError: this process has a process group of its own.
     """
-    if dist.is_initialized():
+    if world_size is not None and dist.is_initialized():
         raise ValueError("a trace needs a process without a process group of its own")
     with ExitStack() as stack:
-        # A single rank joins too: engines would found a real group, which outlives the trace.
-        _set_environment(stack, world_size)
-        _join_fake_group(stack, world_size)
+        if world_size is not None:
+            _set_environment(stack, world_size)
+            _join_fake_group(stack, world_size)
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(StandIns(world_size))
+        stack.enter_context(StandIns(world_size or 1))
         for owner, name, value in _replacements(like_cuda):
             _replace(stack, owner, name, value)
-        yield World(0, world_size, 0)
+        yield World(0, world_size or 1, 0)
 
 
 def fake_encoders(config: ModelConfig) -> tuple[Encoders, tuple[int, int], int]:

@@ -185,7 +185,7 @@ class _Run:
         like_cuda: bool,
         size: int,
     ) -> None:
-        with fake_world(1, like_cuda=like_cuda):
+        with fake_world(None, like_cuda=like_cuda):
             encoders, self.image_size, self.context = fake_encoders(model)
             with MemoryMeter() as meter:
                 self._measure(encoders, precision, autocast, module_hooks, size, meter)
@@ -317,7 +317,7 @@ def _flops(model: ModelConfig) -> float:
     """Products (2 per multiply-add) of a forward of both towers, for one pair."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    with fake_world(1, like_cuda=False):
+    with fake_world(None, like_cuda=False):
         encoders, image_size, context = fake_encoders(model)
         encoders.requires_grad_(False)
         with FlopCounterMode(display=False) as counter, torch.no_grad():

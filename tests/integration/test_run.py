@@ -58,6 +58,17 @@ def train_to_the_end(rank: int, world_size: int, config: TrainConfig) -> None:
     trainer.close()
 
 
+def test_a_run_of_two_ranks_is_planned_and_measured(tmp_path: Path) -> None:
+    """In the midst of a process group, beside data workers that are forked while it measures."""
+    config = dataclasses.replace(
+        configuration(tmp_path, zero=False), evaluation=EvaluationConfig(), plan=True
+    )
+    run_distributed(train_to_the_end, config, world_size=2)
+    plan = json.loads((tmp_path / "run" / "plan.json").read_text())
+    measured, predicted = (plan[key]["peak_memory_bytes"] for key in ("measured", "predicted"))
+    assert measured == pytest.approx(predicted, rel=0.05)
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
     config = configuration(tmp_path_factory.mktemp("whole"))
