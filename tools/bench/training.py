@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import shutil
@@ -79,8 +80,10 @@ class Timing:
         return batch * RANKS * (len(steps) - 1) / seconds
 
     def processor_ms(self) -> float:
-        """Processor milliseconds of a step, by all processes together."""
+        """Processor milliseconds of a step, by all processes together; NaN of a run too short."""
         counted = [at for at in self.processor if at[0] >= WARM]
+        if len(counted) < 2:
+            return math.nan
         first, begin = counted[0]
         last, end = max(counted, key=lambda at: at[1])  # less is left once processes are gone
         return 1e3 * (end - begin) / max(last - first, 1)
@@ -227,7 +230,7 @@ def report(found: dict[str, list[Timing]], options: argparse.Namespace) -> None:
                 "ratio_min": round(min(ratios), 3),
                 "ratio_max": round(max(ratios), 3),
                 "processor_ms_per_step": round(
-                    statistics.median(timing.processor_ms() for timing in timings)
+                    statistics.median(timing.processor_ms() for timing in timings), 1
                 ),
                 "memory_mib": round(max(timing.memory for timing in timings) / 2**20),
                 "loss_last_10": round(statistics.median(last), 3),
