@@ -33,7 +33,7 @@ def test_the_summary_keeps_the_rows_of_other_benchmarks(tmp_path: Path) -> None:
 
 def test_every_script_is_a_benchmark_or_a_part_of_one() -> None:
     scripts = {path.stem for path in ALL.parent.glob("*.py") if "def main(" in path.read_text()}
-    helpers = {"all", "losses_plot", "open_clip_main"}
+    helpers = {"all", "open_clip_main"}
     assert scripts - helpers == {bench.name for bench in all_benches.BENCHES}
 
 

@@ -11,7 +11,6 @@ dtypes at the same seed, the dtype costs nothing that can be seen.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -21,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from plots import keep_curves
 from tables import environment, show, write_csv
 
 from disco_ds.data.demo import ensure_demo
@@ -130,26 +130,9 @@ def write(
         f"{environment()}"
     )
     write_csv(RESULTS / "compression.csv", rows, note)
-    curves = {name: [curve.losses for curve in own] for name, own in found.items()}
-    (RESULTS / "compression_losses.json").write_text(json.dumps(curves) + "\n")
-    draw(curves, RESULTS / "compression.png")
-
-
-def draw(curves: dict[str, list[list[float]]], path: Path) -> None:
-    """All curves, one colour per variant; and how far each is from fp32 at the same seed."""
-    import matplotlib.pyplot as plt
-
-    figure, (loss, difference) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    for number, (name, own) in enumerate(curves.items()):
-        for seed, (losses, base) in enumerate(zip(own, curves["fp32"], strict=True)):
-            style = {"color": f"C{number}", "linewidth": 0.8, "label": "" if seed else name}
-            loss.plot(losses, **style)
-            difference.plot([a - b for a, b in zip(losses, base, strict=True)], **style)
-    loss.set(xlabel="step", ylabel="loss")
-    difference.set(xlabel="step", ylabel="loss less that of fp32, same seed")
-    difference.legend()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    keep_curves(
+        "compression", {name: [curve.losses for curve in own] for name, own in found.items()}
+    )
 
 
 if __name__ == "__main__":

@@ -83,7 +83,7 @@ class Session:
             if form == "scratch":
                 found = choose_again(self.chooser(form), found)
             rows += loss_rows(form, found)
-            rows += optimizer_rows(choose_optimizers(self.chooser(form), found["v3"]))
+            rows += optimizer_rows(choose_optimizers(self.chooser(form), found["v3"]), found["v3"])
         except Unfinished:
             print(f"{form}: not all choices are made")
         self._run(form, rows)

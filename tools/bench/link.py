@@ -35,6 +35,7 @@ import torch
 import torch.distributed as dist
 from losses_baselines import PROVIDERS
 from losses_measure import Setup, forget, make_step, parity
+from plots import redraw
 from tables import environment, show, write_csv
 
 from disco_ds.comm_hooks import CompressedReduction, register_comm_hook
@@ -313,6 +314,7 @@ def main() -> None:
         link = note.partition(", ")[2]
         settings = f"link {link}, gloo, {options.rounds} rounds in turn, {environment()}"
         write_csv(options.output, table, settings)
+        redraw(options.output)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from losses_baselines import PROVIDERS, REFERENCES
 from losses_measure import Samples, Setup, measure_costs, measure_times
+from plots import redraw
 
 RESULTS = Path(__file__).parent / "results"
 # Logits of all pairs, their softmax and its gradient; more than this and the rank is skipped.
@@ -44,6 +45,7 @@ def main() -> None:
             setup = Setup(ranks, pairs, options.dim, options.scale, options.device)
             rows += _compare(setup, options.providers, options.seconds, gflops)
             _write(options.output, rows)
+    redraw(options.output)
     print(f"wrote {options.output}")
     own = [r for r in rows if r["provider"] == "ours" and r["ranks"] == rows[-1]["ranks"]]
     print(

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from plots import redraw
 from tables import show, write_csv
 
 from disco_ds.losses.disco import DiscoConfig
@@ -145,6 +146,7 @@ def main() -> None:
         f"{hardware.link / 1e9:g} GB/s between nodes; bf16, DDP, activation checkpointing"
     )
     write_csv(options.output, table, note)
+    redraw(options.output)
 
 
 if __name__ == "__main__":

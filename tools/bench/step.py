@@ -192,6 +192,7 @@ def main() -> None:
     parser.add_argument("--engines", nargs="+", default=["ddp", "zero2"])
     parser.add_argument("--clock", default="wall", choices=CLOCKS)
     parser.add_argument("--quick", action="store_true", help="one short round")
+    parser.set_defaults(seed=0)
     options = parser.parse_args()
     if options.quick:
         options.rounds, options.steps = 1, WARM + 10

@@ -4,7 +4,7 @@
 
 Two ranks on this machine train the same model (``disco-demo-rn``, or any open_clip model with
 ``--model``) on the same shards, at the same batch, precision (fp32), optimizer, schedule and number
-of data workers, by turns:
+of data workers, by turns, with another seed in each round:
 
 * open_clip: ``torchrun -m open_clip_train.main``, ``--local-loss --gather-with-grad``, DDP;
 * ours: ``torchrun train.py --strategy ddp``;
@@ -38,6 +38,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from plots import keep_curves
 from tables import environment, show, write_csv
 
 from disco_ds.data.demo import NUM_TRAIN_SHARDS, ensure_demo
@@ -102,6 +103,7 @@ def their_command(
         *("--precision", "fp32", "--device", "cpu", "--dist-backend", "gloo"),
         *("--local-loss", "--gather-with-grad", "--lr", "1e-3", "--wd", "0.1", "--warmup", "50"),
         *("--log-every-n-steps", "1", "--save-frequency", "0", "--logs", str(folder / "logs")),
+        *("--seed", str(options.seed)),
     ]
     (folder / "arguments.json").write_text(json.dumps(arguments))
     return [*_torchrun(script), str(folder / "arguments.json")]
@@ -122,7 +124,16 @@ def our_command(
         *start,
         *("--data.shards", SHARDS, "--data.num_workers", str(options.workers)),
         *("--model.name", options.model, "--global_batch_size", str(options.batch * RANKS)),
-        *("--steps", str(options.steps), "--optim.lr", "1e-3", "--optim.weight_decay", "0.1"),
+        *(
+            "--seed",
+            str(options.seed),
+            "--steps",
+            str(options.steps),
+            "--optim.lr",
+            "1e-3",
+            "--optim.weight_decay",
+            "0.1",
+        ),
         *("--optim.warmup_steps", "50", "--log_every_steps", "1", "--device", "cpu"),
         *("--run_dir", str(folder / f"run-{time.time_ns()}")),
         *("--checkpoint.every_steps", "1000000"),
@@ -201,7 +212,8 @@ def main() -> None:
     found: dict[str, list[Timing]] = {"open_clip": [], "ours": [], "ours, zero2": []}
     folder = Path(tempfile.mkdtemp(prefix="bench-training-"))
     try:
-        for _ in range(options.rounds):
+        for seed in range(options.rounds):
+            options.seed = seed
             theirs = their_command(options, folder)
             found["open_clip"].append(run(theirs, "theirs", options.batch))
             for name, engine in (("ours", "ddp"), ("ours, zero2", "zero2")):
@@ -233,7 +245,8 @@ def report(found: dict[str, list[Timing]], options: argparse.Namespace) -> None:
                     statistics.median(timing.processor_ms() for timing in timings), 1
                 ),
                 "memory_mib": round(max(timing.memory for timing in timings) / 2**20),
-                "loss_last_10": round(statistics.median(last), 3),
+                "loss_last_10": round(statistics.mean(last), 3),
+                "loss_sd": round(statistics.stdev(last), 3) if len(last) > 1 else "",
             }
         )
     show(rows)
@@ -250,8 +263,12 @@ def report(found: dict[str, list[Timing]], options: argparse.Namespace) -> None:
         f"{options.steps} steps, {options.rounds} rounds in turn, {environment()}"
     )
     write_csv(RESULTS / "training.csv", rows, note)
-    curves = {name: timings[-1].losses for name, timings in found.items()}
-    (RESULTS / "training_losses.json").write_text(json.dumps(curves) + "\n")
+    keep_curves("training", {n: [_curve(t) for t in timings] for n, timings in found.items()})
+
+
+def _curve(timing: Timing) -> list[float]:
+    """Losses in the order of steps."""
+    return [loss for _, loss in sorted(timing.losses.items())]
 
 
 if __name__ == "__main__":
