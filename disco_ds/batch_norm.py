@@ -24,14 +24,14 @@ class BatchNorm2d(nn.BatchNorm2d):
 
     def train(self, mode: bool = True) -> BatchNorm2d:
         """Training mode, but for a frozen one, or one in a locked tower."""
-        super().train(mode and self.mode != "frozen" and self.weight.requires_grad)
+        is_locked = self.weight is not None and not self.weight.requires_grad
+        super().train(mode and self.mode != "frozen" and not is_locked)
         return self
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise ``[b, c, h, w]``; the result has the input's dtype."""
-        double = self.weight.dtype == torch.float64
-        values = input.double() if double else input.float()
-        weight, bias = (p.to(values.dtype) for p in (self.weight, self.bias))
+        values = input if input.dtype == torch.float64 else input.float()
+        weight, bias = (_as(values, p) for p in (self.weight, self.bias))
         if self.training and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
         if self.training and self.mode == "synced" and _world_size() > 1:
@@ -42,12 +42,18 @@ class BatchNorm2d(nn.BatchNorm2d):
             self.running_var,
             weight,
             bias,
-            training=self.training,
-            momentum=self.momentum or 0.0,
+            training=self.training or self.running_mean is None,
+            momentum=self._momentum(),
             eps=self.eps,
         ).to(input.dtype)
 
-    def _synced(self, values: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    def _momentum(self) -> float:
+        """Weight of this batch in the running statistics; None asks for the mean of all batches."""
+        if self.momentum is None and self.num_batches_tracked is not None:
+            return 1.0 / max(1, int(self.num_batches_tracked))
+        return self.momentum or 0.0
+
+    def _synced(self, values: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         rows = values.new_tensor([values.numel() / values.shape[1]])
         sums = _sum_over_ranks(torch.cat([values.sum((0, 2, 3)), rows]))
         count = sums[-1].detach()
@@ -55,14 +61,16 @@ class BatchNorm2d(nn.BatchNorm2d):
         centred = values - _per_channel(mean)
         variance = _sum_over_ranks(centred.square().sum((0, 2, 3))) / count
         self._track(mean.detach(), variance.detach() * count / (count - 1))
-        scale = weight * torch.rsqrt(variance + self.eps)
-        return centred * _per_channel(scale) + _per_channel(bias)
+        scale = torch.rsqrt(variance + self.eps)
+        scale = scale if weight is None else weight * scale
+        scaled = centred * _per_channel(scale)
+        return scaled if bias is None else scaled + _per_channel(bias)
 
     @torch.no_grad()
     def _track(self, mean: Tensor, variance: Tensor) -> None:
         if self.running_mean is None or self.running_var is None:
             return
-        momentum = self.momentum or 0.0
+        momentum = self._momentum()
         self.running_mean.lerp_(mean.to(self.running_mean), momentum)
         self.running_var.lerp_(variance.to(self.running_var), momentum)
 
@@ -96,6 +104,10 @@ class _SumOverRanks(torch.autograd.Function):
 def _sum_over_ranks(values: Tensor) -> Tensor:
     total: Tensor = _SumOverRanks.apply(values)
     return total
+
+
+def _as(values: Tensor, parameter: Tensor | None) -> Tensor | None:
+    return None if parameter is None else parameter.to(values.dtype)
 
 
 def _per_channel(values: Tensor) -> Tensor:

@@ -36,6 +36,10 @@ class Pairs:
     text: Tensor
     index: Tensor
 
+    def to(self, device: torch.device) -> Pairs:
+        """The same on a device: nothing is copied that is there."""
+        return Pairs(self.image.to(device), self.text.to(device), self.index.to(device))
+
     def split(self, sizes: Sequence[int]) -> list[Pairs]:
         """Consecutive micro-batches of these sizes."""
         columns = [column.split(list(sizes)) for column in (self.image, self.text, self.index)]
@@ -137,7 +141,11 @@ def contrastive_backward(
 
     Raises:
         NonFiniteLoss: on all ranks; no gradient has been added anywhere.
+        ValueError: ``micro_batch_size`` below 1, or both towers are locked: nothing to train.
     """
+    if micro_batch_size < 1:
+        raise ValueError(f"micro_batch_size {micro_batch_size}: must be at least 1")
+    pairs = pairs.to(strategy.world.device)
     num_pairs = len(pairs.index)
     if equal_ranks:
         sizes = _full_and_rest(num_pairs, micro_batch_size)
@@ -212,6 +220,8 @@ def _surrogate(features: Features, gradients: Features) -> Tensor:
         for part, gradient in zip(features, gradients, strict=True)
         if part.requires_grad
     ]
+    if not products:
+        raise ValueError("no feature requires a gradient: both towers are locked, nothing to train")
     return torch.stack(products).sum()
 
 
@@ -258,10 +268,17 @@ def frozen_running_statistics(module: nn.Module) -> Iterator[None]:
         if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.track_running_stats
     ]
     momenta = [norm.momentum for norm in norms]
+    counts = [_copy(norm.num_batches_tracked) for norm in norms]
     for norm in norms:
         norm.momentum = 0.0
     try:
         yield
     finally:
-        for norm, momentum in zip(norms, momenta, strict=True):
+        for norm, momentum, count in zip(norms, momenta, counts, strict=True):
             norm.momentum = momentum
+            if norm.num_batches_tracked is not None and count is not None:
+                norm.num_batches_tracked.copy_(count)
+
+
+def _copy(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach().clone()

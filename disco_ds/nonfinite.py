@@ -46,6 +46,7 @@ def broken_gradients(
         if not gradient.isfinite().all():
             broken[name] = None
 
+    loss.after_step(skipped=True)  # the step is not taken as it was
     now = RandomState.capture(pairs.image.device)
     random.restore()
     try:

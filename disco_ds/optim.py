@@ -24,7 +24,7 @@ class OptimConfig:
     """Peak learning rate."""
 
     min_lr: float = 0.0
-    """Learning rate at the last step."""
+    """Learning rate towards which the schedule falls: it would have it one step after the last."""
 
     warmup_steps: int = 2000
     """Optimizer steps of linear warm-up."""

@@ -16,6 +16,8 @@ from torch import Tensor
 VISITS = "visits"
 # Local slots are added in blocks of this many when an unknown id arrives.
 GROWTH = 4096
+# Of a growing table: beyond it, ids are hashes rather than numbers of samples.
+HIGHEST_ID = 10**10
 
 
 class SampleState:
@@ -40,18 +42,40 @@ class SampleState:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        is_distributed = dist.is_available() and dist.is_initialized()
-        self._group = process_group
-        self.world_size = dist.get_world_size(process_group) if is_distributed else 1
-        self.rank = dist.get_rank(process_group) if is_distributed else 0
         self.num_samples = num_samples
         self.defaults = dict(defaults)
-        slots = 0 if num_samples is None else self._slots_for(num_samples)
+        self._device, self._dtype = device, dtype
+        self._split_over(process_group)
+
+    def _split_over(self, process_group: dist.ProcessGroup | None) -> None:
+        """Make empty tables for these ranks."""
+        self._group, self._ranks = process_group, _ranks_of(process_group)
+        self.world_size = len(self._ranks)
+        self.rank = dist.get_rank(process_group) if self.world_size > 1 else 0
+        slots = 0 if self.num_samples is None else self._slots_for(self.num_samples)
         self.columns = {
-            name: torch.full((slots,), value, dtype=dtype, device=device)
-            for name, value in defaults.items()
+            name: torch.full((slots,), value, dtype=self._dtype, device=self._device)
+            for name, value in self.defaults.items()
         }
-        self.visits = torch.zeros(slots, dtype=torch.int32, device=device)
+        self.visits = torch.zeros(slots, dtype=torch.int32, device=self._device)
+        self._is_empty = True
+
+    def share(self, process_group: dist.ProcessGroup | None) -> None:
+        """See that the tables are split over these ranks: they were made before the group was.
+
+        Raises:
+            ValueError: on all ranks, when they were split over others and hold values.
+        """
+        ranks = _ranks_of(process_group)
+        if ranks == self._ranks:
+            return
+        if not self._is_empty:
+            raise ValueError(
+                f"the per-sample tables are split over ranks {_short(self._ranks)}, the loss is "
+                f"called on ranks {_short(ranks)}: give the loss its process_group, or register "
+                "the hook, before the first step"
+            )
+        self._split_over(process_group)
 
     def _slots_for(self, num_samples: int) -> int:
         return max(0, -(-(num_samples - self.rank) // self.world_size))
@@ -85,7 +109,7 @@ class SampleState:
         mine, slots = self._owned(index)
         for row, name in enumerate(names):
             table = self.visits if name == VISITS else self.columns[name]
-            values[row, mine] = table[slots].to(values)
+            values[row, mine] = self._look_up(name, table, slots).to(values)
         if self.world_size > 1:
             # Owners send their value, everybody else 0: the sum is the value to the last bit,
             # provided it is finite; a NaN or an infinity of an owner arrives as NaN or infinity.
@@ -99,9 +123,20 @@ class SampleState:
         have equal values. No communication.
         """
         mine, slots = self._owned(index)
+        self._grow_to(slots)
+        self._is_empty = False
         for name, value in values.items():
             table = self.visits if name == VISITS else self.columns[name]
             table[slots] = value[mine].to(table)
+
+    def _look_up(self, name: str, table: Tensor, slots: Tensor) -> Tensor:
+        """Values at ``slots``; the default of a sample that a growing table does not hold yet."""
+        if self.num_samples is not None:
+            return table[slots]
+        values = table.new_full(slots.shape, self.defaults.get(name, 0))
+        known = slots < len(table)
+        values[known] = table[slots[known]]
+        return values
 
     def _check(self, index: Tensor) -> None:
         if not len(index):
@@ -114,18 +149,23 @@ class SampleState:
                 f"sample id {highest} does not fit a table of {self.num_samples} samples: "
                 "num_samples must be the size of the data set"
             )
+        if highest > HIGHEST_ID:
+            raise ValueError(
+                f"sample id {highest} is too large for a table that grows with its ids (a hash?): "
+                "number the samples 0, 1, 2, ..."
+            )
 
     def _owned(self, index: Tensor) -> tuple[Tensor, Tensor]:
         """Mask of this rank's samples in ``index``, and their slots (on the tables' device)."""
         mine = index % self.world_size == self.rank
-        slots = (index[mine] // self.world_size).to(self.visits.device)
-        if len(slots) and int(slots.max()) >= len(self.visits):
-            self._grow(int(slots.max()) + 1)
-        return mine, slots
+        return mine, (index[mine] // self.world_size).to(self.visits.device)
 
-    def _grow(self, slots: int) -> None:
-        slots = max(-(-slots // GROWTH) * GROWTH, len(self.visits) * 5 // 4)
-        extra = slots - len(self.visits)
+    def _grow_to(self, slots: Tensor) -> None:
+        """Make room for these slots."""
+        needed = int(slots.max()) + 1 if len(slots) else 0
+        if needed <= len(self.visits):
+            return
+        extra = max(-(-needed // GROWTH) * GROWTH, len(self.visits) * 5 // 4) - len(self.visits)
         for name, table in self.columns.items():
             self.columns[name] = torch.cat([table, table.new_full((extra,), self.defaults[name])])
         self.visits = torch.cat([self.visits, self.visits.new_zeros(extra)])
@@ -150,9 +190,25 @@ class SampleState:
             raise ValueError(
                 f"the saved tables hold {total} samples, this data set has {self.num_samples}"
             )
+        self._split_over(self._group)  # a table that has grown may hold more than is loaded
         for rank, part in enumerate(parts):
             ids = torch.arange(len(part[VISITS])) * len(parts) + rank
             mine, slots = self._owned(ids)
+            self._grow_to(slots)
+            self._is_empty = False
             for name, value in part.items():
                 table = self.visits if name == VISITS else self.columns[name]
                 table[slots] = value[mine.to(value.device)].to(table)
+
+
+def _ranks_of(process_group: dist.ProcessGroup | None) -> tuple[int, ...]:
+    """Global ranks of a group; of one process alone (0,)."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return (0,)
+    return tuple(dist.get_process_group_ranks(process_group or dist.group.WORLD))
+
+
+def _short(ranks: tuple[int, ...]) -> str:
+    if len(ranks) <= 8:
+        return ", ".join(map(str, ranks))
+    return f"{ranks[0]} to {ranks[-1]} ({len(ranks)} of them)"

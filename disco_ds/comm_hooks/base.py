@@ -9,6 +9,7 @@ collective.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -33,9 +34,12 @@ class Reduction:
     """What this rank contributes, 1-D."""
 
     key: object
-    """The same for the same gradients in every step."""
+    """Which of the step's reductions this is, the same in every step."""
 
     transport: Callable[[Tensor], None]
+
+    layout: str = ""
+    """Which gradients fill the input, in which order: DDP regroups them after its first step."""
 
     def send(self, stand_in: Tensor | None = None) -> None:
         """Do the collective on the input, or on a tensor of its shape and any float dtype.
@@ -96,13 +100,10 @@ class _Chain(CommHook):
             hook.check(fp16=fp16)
 
     def bind(self, loss: nn.Module, process_group: dist.ProcessGroup | None) -> Undo:
-        undo = [hook.bind(loss, process_group) for hook in self.hooks]
-
-        def undo_all() -> None:
-            for one in reversed(undo):
-                one()
-
-        return undo_all
+        with ExitStack() as undo:  # undone at once when a later hook refuses
+            for hook in self.hooks:
+                undo.callback(hook.bind(loss, process_group))
+            return undo.pop_all().close
 
     def reduce(self, reduction: Reduction) -> None:
         first, *rest = self.hooks

@@ -16,7 +16,8 @@ class CompressedReduction(CommHook):
     One step's gradient is off by a relative ``2^-8`` (bf16) or ``2^-11`` (fp16) per rounding, one
     before the collective and one per addition in it. With ``error_feedback`` what rounding took
     away from this rank's contribution is added to its next one, so that it does not add up over
-    steps; costs one fp32 copy of the gradients. fp16 overflows at 65504.
+    steps; costs one fp32 copy of the gradients. Errors of gradients that an engine groups anew (DDP
+    after its first step) are dropped. fp16 overflows at 65504.
 
     Args:
         dtype: ``torch.bfloat16`` or ``torch.float16``.
@@ -28,7 +29,7 @@ class CompressedReduction(CommHook):
             raise ValueError(f"CompressedReduction: dtype {dtype} is not 16 bits of float")
         self.dtype = dtype
         self.error_feedback = error_feedback
-        self._errors: dict[str, Tensor] = {}
+        self._errors: dict[str, tuple[str, Tensor]] = {}  # by key: layout, error
 
     def check(self, *, fp16: bool) -> None:
         """Refuse error feedback under a loss scale: the errors of two steps would not add up."""
@@ -48,18 +49,20 @@ class CompressedReduction(CommHook):
             reduction.send(exact.to(self.dtype))
             return
         key = str(reduction.key)
-        error = self._errors.get(key)
-        if error is not None and error.shape == exact.shape:
+        layout, error = self._errors.get(key, ("", None))
+        if error is not None and layout == reduction.layout and error.shape == exact.shape:
             exact = exact + error.to(exact)
         rounded = exact.to(self.dtype)
         # The padding of a reduce-scatter may be NaN: it must not stay.
-        self._errors[key] = (exact - rounded).nan_to_num_(0.0, 0.0, 0.0)
+        error = (exact - rounded).nan_to_num_(0.0, 0.0, 0.0)
+        self._errors[key] = (reduction.layout, error)
         reduction.send(rounded)
 
     def state(self) -> dict[str, Tensor]:
         """The rounding errors to add to the next step's gradients."""
-        return dict(self._errors)
+        return {f"{key}@{layout}": error for key, (layout, error) in self._errors.items()}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Continue with another run's errors."""
-        self._errors = dict(state)
+        split = {name.rpartition("@")[::2]: error for name, error in state.items()}
+        self._errors = {key: (layout, error) for (key, layout), error in split.items()}

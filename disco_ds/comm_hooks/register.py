@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from disco_ds.comm_hooks.base import CommHook
-from disco_ds.comm_hooks.torch_native import register_ddp, register_fsdp2
+from disco_ds.comm_hooks.torch_native import fsdp2_mesh, register_ddp, register_fsdp2
 
 
 class HookHandle:
@@ -54,6 +54,7 @@ def register_comm_hook(
             undo.callback(register_ddp(engine_or_model, hook))
         elif isinstance(engine_or_model, FSDPModule):
             undo.callback(register_fsdp2(engine_or_model, hook))
+            group = fsdp2_mesh(engine_or_model).get_group()
         else:
             raise ValueError(
                 f"no communication to hook in a {type(engine_or_model).__name__}: give a DeepSpeed "

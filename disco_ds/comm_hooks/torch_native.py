@@ -6,13 +6,16 @@ Neither can take a hook back; a removed one leaves a callback that does what tor
 from __future__ import annotations
 
 import contextlib
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from disco_ds.comm_hooks.base import CommHook, Reduction, Undo
@@ -44,14 +47,15 @@ def register_ddp(model: DistributedDataParallel, hook: CommHook) -> Undo:
     slot: _Slot | None = getattr(model, _SLOT, None)
     if slot is None:
         slot = _Slot()
-        model.register_comm_hook(_BucketReducer(slot, model.process_group), _reduce_bucket)
+        model.register_comm_hook(_BucketReducer(slot, model), _reduce_bucket)
         setattr(model, _SLOT, slot)
     return slot.fill(hook)
 
 
 class _BucketReducer:
-    def __init__(self, slot: _Slot, group: dist.ProcessGroup) -> None:
-        self.slot, self.group = slot, group
+    def __init__(self, slot: _Slot, model: DistributedDataParallel) -> None:
+        self.slot, self.group = slot, model.process_group
+        self._places = {id(p): place for place, p in enumerate(model.parameters())}
         self._stream: torch.cuda.Stream | None = None
 
     @contextlib.contextmanager
@@ -73,10 +77,21 @@ class _BucketReducer:
             # As DDP without a hook: divide, then sum.
             buffer.mul_(1.0 / self.group.size())
             (self.slot.hook or CommHook()).reduce(
-                Reduction("all_reduce", buffer, bucket.index(), self._transport(buffer))
+                Reduction(
+                    "all_reduce",
+                    buffer,
+                    bucket.index(),
+                    self._transport(buffer),
+                    self._layout(bucket),
+                )
             )
             future.set_result(buffer)
         return future
+
+    def _layout(self, bucket: Any) -> str:
+        """Short for the parameters of a bucket; the same in another process."""
+        places = [self._places[id(parameter)] for parameter in bucket.parameters()]
+        return f"{zlib.crc32(repr(places).encode()):08x}"
 
     def _transport(self, buffer: Tensor) -> Callable[[Tensor], None]:
         def transport(tensor: Tensor) -> None:
@@ -99,9 +114,18 @@ _reduce_bucket.__annotations__ = {
 
 
 def register_fsdp2(model: FSDPModule, hook: CommHook) -> Undo:
-    """Hook the reduce-scatter of every unit of ``model``; torch asks for its mean."""
+    """Hook the reduce-scatter of every unit of ``model``; torch asks for its mean.
+
+    Raises:
+        ValueError: an old torch, or a mesh whose second dimension torch reduces past any hook.
+    """
     if not hasattr(model, "set_custom_reduce_scatter"):
         raise ValueError(f"torch {torch.__version__} has no hook for FSDP2: install torch>=2.9")
+    if (mesh := fsdp2_mesh(model)).ndim > 1:
+        raise ValueError(
+            f"fully_shard over a mesh of {mesh.ndim} dimensions {tuple(mesh.shape)}: torch hands "
+            "only the reduce-scatter of one of them to a hook; use a mesh of one dimension"
+        )
     slot: _Slot | None = getattr(model, _SLOT, None)
     if slot is None:
         slot = _Slot()
@@ -110,6 +134,18 @@ def register_fsdp2(model: FSDPModule, hook: CommHook) -> Undo:
             unit.set_custom_reduce_scatter(_ReduceScatter(slot, number))  # type: ignore[arg-type]
         setattr(model, _SLOT, slot)
     return slot.fill(hook)
+
+
+def fsdp2_mesh(model: FSDPModule) -> DeviceMesh:
+    """The ranks that share ``model``: the mesh of its parameters.
+
+    Raises:
+        ValueError: it has no sharded parameter.
+    """
+    for parameter in cast(torch.nn.Module, model).parameters():
+        if isinstance(parameter, DTensor):
+            return parameter.device_mesh
+    raise ValueError("no parameter of this model is sharded: call fully_shard before the hook")
 
 
 class _ReduceScatter:

@@ -153,7 +153,7 @@ class ContrastiveLoss(nn.Module):
         Raises:
             ValueError: on every rank, naming the rank whose shape, dtype or scale does not fit.
         """
-        if self.normalize and image_features.ndim == text_features.ndim == 2:
+        if self.normalize:
             image_features, text_features = _unit(image_features), _unit(text_features)
         header = Header.of_call(image_features, text_features, logit_scale, logit_bias, index)
         with torch.no_grad(), torch.autocast(image_features.device.type, enabled=False):
@@ -227,7 +227,9 @@ class ContrastiveLoss(nn.Module):
 
 
 def _unit(features: Tensor) -> Tensor:
-    """Normalise rows in fp32 at least: fp16 overflows in the norm."""
+    """Normalise rows in fp32 at least (fp16 overflows in the norm), unless they will be refused."""
+    if features.ndim != 2 or not features.is_floating_point():
+        return features
     if features.dtype in (torch.bfloat16, torch.float16):
         features = features.float()
     return F.normalize(features, dim=-1)

@@ -44,7 +44,7 @@ class DiscoLoss(ContrastiveLoss):
     zero gradient: InfoNCE does not change when all logits shift.
 
     Communication, all of it in forward (``s`` bytes per element of a feature on the wire, 4 or 8
-    per scalar; bytes received per rank, times ``(W - 1) / W``; one more all-gather of 14 float64
+    per scalar; bytes received per rank, times ``(W - 1) / W``; one more all-gather of 15 float64
     per rank checks the call):
 
     =====================================  ==================================================
@@ -61,9 +61,10 @@ class DiscoLoss(ContrastiveLoss):
     again, ``2 - 1/W`` at most (``scalar_gather``) or 1 (the others).
 
     Memory of a call: the gathered features (``gather="ring"``: three blocks), two fp32 gradients
-    [b, d], two tiles, O(B) scalars, and kept tiles. ``tile_size=None`` picks 512 on CPU (tiles of
-    1 MiB) and 2048 elsewhere (16 MiB), and keeps tiles from the first pass for the second while
-    they fit into 64 MiB. A given ``tile_size`` keeps none. Saved for backward: the gradients.
+    [b, d] (``reduce_scatter`` and ``all_reduce``: one of them [B, d] until it is reduced), two
+    tiles, O(B) scalars, and kept tiles. ``tile_size=None`` picks 1024 on CPU (tiles of 4 MiB) and
+    2048 elsewhere (16 MiB), and keeps tiles from the first pass for the second while they fit into
+    64 MiB. A given ``tile_size`` keeps none. Saved for backward: the gradients, [b, d] each.
 
     Args:
         process_group: ranks that form the global batch; None is the default group, or one process.

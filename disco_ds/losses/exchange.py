@@ -104,7 +104,7 @@ class Exchange:
     def all_reduce(self, parts: Tensor, rows: int) -> Tensor:
         """As :meth:`reduce_scatter` by DisCo-CLIP's all-reduce, which moves twice the bytes."""
         dist.all_reduce(parts, group=self.group)
-        return parts[self.rank, :rows]
+        return parts[self.rank, :rows].clone()  # a view would keep all parts until backward
 
     def _all_gather(self, out: Tensor, own: Tensor, async_op: bool = False) -> dist.Work | None:
         gather = _newest("all_gather_single", "all_gather_into_tensor")

@@ -42,7 +42,7 @@ from disco_ds.losses.gamma import Gamma, GammaSchedule
 from disco_ds.losses.info_nce import InfoNCE
 from disco_ds.losses.inputs import duplicate_rate
 from disco_ds.losses.kernels import Kernel, softmax_passes
-from disco_ds.losses.normaliser import LOG_U, MovingAverage, mean_over_equal
+from disco_ds.losses.normaliser import LOG_U, MovingAverage, max_over_equal, mean_over_equal
 from disco_ds.losses.pairwise import row_dots
 from disco_ds.sample_state import VISITS, SampleState
 
@@ -89,9 +89,10 @@ class FastCLIPLoss(ContrastiveLoss):
     ``h/tau``; published values of ``rho`` belong to it.
 
     Communication, all in forward (bytes received per rank times ``(W - 1)/W``, ``s`` bytes per
-    feature element): features ``2 s B d``; ids ``8 B``; three fp32 scalars per sample ``12 B``
-    (and the columns' parts, ``4 B``); an all-reduce of the table's values, ``2 * 4 (k + 1) B``
-    with k = 2 columns (v2: 8, and ``8 B`` for its temperature gradients).
+    feature element): features ``2 s B d`` (``gather="ring"`` sends them again for every use: ``3 s
+    B d``, v2 ``6 s B d``, its fastclip_compat ``8 s B d``); ids ``8 B``; three fp32 scalars per
+    sample ``12 B`` (and the columns' parts, ``4 B``); an all-reduce of the table's values,
+    ``2 * 4 (k + 1) B`` with k = 2 columns (v2: 8, and ``8 B`` for its temperature gradients).
 
     Call :meth:`after_step` after every optimizer step: only then ``u``, the temperatures and the
     visits of the batch are stored, and not after a skipped step.
@@ -148,6 +149,8 @@ class FastCLIPLoss(ContrastiveLoss):
             raise ValueError(f"version must be v0, v1, v2 or v3, got {version!r}")
         if mode not in ("exact", "fastclip_compat"):
             raise ValueError(f'mode must be "exact" or "fastclip_compat", got {mode!r}')
+        if duplicates not in ("mask", "position"):
+            raise ValueError(f'duplicates must be "mask" or "position", got {duplicates!r}')
         if not 0 < tau_min <= tau_init <= tau_max:
             raise ValueError(
                 "need 0 < tau_min <= tau_init <= tau_max, got "
@@ -216,8 +219,10 @@ class FastCLIPLoss(ContrastiveLoss):
         """Take over tables saved by any number of ranks.
 
         Raises:
-            ValueError: tables of another version, or of another number of samples.
+            ValueError: tables with other columns (v2 has more than the others), or of another
+                number of samples.
         """
+        self.table.share(self.process_group)
         parts = [{k: v for k, v in state.items() if k != "lr_dropped"} for state in states]
         self.table.load_parts(parts)
         self._lr_dropped = bool(states[0]["lr_dropped"])
@@ -231,6 +236,9 @@ class FastCLIPLoss(ContrastiveLoss):
     def _compute(self, call: Call) -> Result:
         if call.index is None:
             raise ValueError("FastCLIPLoss needs index: one int64 sample id per pair")
+        if call.agreed.scale <= 0:
+            raise ValueError(f"logit_scale {call.agreed.scale:g}: FastCLIP needs a positive 1/tau")
+        self.table.share(self.process_group)
         sizes = list(call.agreed.sizes)
         indices = call.exchange.gather_vectors(call.index.long(), sizes)
         index = torch.cat(indices)
@@ -245,16 +253,16 @@ class FastCLIPLoss(ContrastiveLoss):
         coefficients = self._coefficients(taus)
         products = passes.gradients(_anchors(batch, coefficients)) if _wanted(call) else None
         self._report(batch, old)
+        value = self._value(batch).to(call.agreed.compute_dtype)
         if products is None:
-            self.normaliser.discard()
-            return Result(self._value(batch), 1.0, None, None)
+            return Result(value, 1.0, None, None)
         if products.moved is not None:
             self._move_taus(call, batch, old, products.moved)
         self._lr_drops = self.version == "v3" and 1 / call.agreed.scale <= self.tau_lr_drop
         half = 0.5 if self.mode == "fastclip_compat" else 1.0
         common = 1.0 if self.version == "v2" else float(coefficients[0, 0])
         return Result(
-            value=self._value(batch),
+            value=value,
             coefficient=half * common / len(index) / call.agreed.scale,
             dx=products.dx,
             dy=products.dy,
@@ -292,7 +300,7 @@ class FastCLIPLoss(ContrastiveLoss):
     ) -> Batch:
         """First pass: ``g`` of own anchors, then everybody's scalars and the updated ``u``."""
         own = own_rows(call)
-        log_counts = counts.double().log()
+        log_counts = counts.clamp(min=1).double().log()  # without negatives lse is log 0
         positives = row_dots(call.x, call.y)
         lse = torch.stack(passes.negatives())
         log_g = lse - positives / taus[:, own] - log_counts[own]
@@ -302,12 +310,15 @@ class FastCLIPLoss(ContrastiveLoss):
             rows += list(highest.clamp_(min=0.0))
         gathered = _gather_columns(call, torch.stack(rows))
         log_g = mean_over_equal(index, gathered[1:3])
-        log_u = self.normaliser.estimate(index, log_g, self.gamma(old[VISITS]))
+        gamma, keep = self.gamma(old[VISITS]), _wanted(call)
+        log_u = self.normaliser.estimate(index, log_g, gamma, keep=keep)
         log_eps = torch.full_like(log_u, math.log(self.eps) if self.eps else -math.inf)
         if len(gathered) > 3:
             bounds = torch.stack([old["bound_image"], old["bound_text"]]).to(gathered)
             bounds = torch.maximum(bounds, gathered[3:])
-            self.normaliser.also_store({"bound_image": bounds[0], "bound_text": bounds[1]})
+            if keep:
+                stored = max_over_equal(index, bounds)
+                self.normaliser.also_store({"bound_image": stored[0], "bound_text": stored[1]})
             log_eps = log_eps + bounds
         return Batch(index, taus, log_counts, gathered[0], gathered[1:3], log_u, log_eps)
 

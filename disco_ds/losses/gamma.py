@@ -27,6 +27,10 @@ class Gamma:
     by_epoch: bool
 
     def __post_init__(self) -> None:
+        if self.schedule not in ("cosine", "constant", "visits"):
+            raise ValueError(
+                f'gamma_schedule must be "cosine", "constant" or "visits", got {self.schedule!r}'
+            )
         if not 0.01 <= self.minimum <= 1:  # weights of negatives reach 1/gamma
             raise ValueError(f"gamma_min {self.minimum:g}: must be from 0.01 to 1")
         if self.decay_epochs <= 0:

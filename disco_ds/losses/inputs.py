@@ -26,7 +26,7 @@ FLOAT_DTYPES = DTYPES[:4]
 
 @dataclass(frozen=True)
 class Header:
-    """One rank's call in numbers; -1 stands for absent or unknown, NaN for no bias."""
+    """One rank's call in numbers; -1 stands for absent or unknown."""
 
     image_ndim: float
     image_rows: float
@@ -37,6 +37,7 @@ class Header:
     text_dim: float
     text_dtype: float
     scale: float
+    has_bias: float
     bias: float
     index_rows: float
     need_image: float
@@ -60,7 +61,8 @@ class Header:
             *_describe(image_features),
             *_describe(text_features),
             scale=_number(logit_scale),
-            bias=math.nan if logit_bias is None else _number(logit_bias),
+            has_bias=logit_bias is not None,
+            bias=0.0 if logit_bias is None else _number(logit_bias),
             index_rows=-1 if index is None else len(index) if index_ok else -2,
             need_image=enabled and image_features.requires_grad,
             need_text=enabled and text_features.requires_grad,
@@ -130,7 +132,7 @@ def agree(headers: Sequence[Header]) -> Agreement:
         sizes=sizes,
         dim=int(first.image_dim),
         scale=first.scale,
-        bias=0.0 if math.isnan(first.bias) else first.bias,
+        bias=first.bias,
         compute_dtype=torch.float64 if is_double else torch.float32,
         need_image=any(header.need_image for header in headers),
         need_text=any(header.need_text for header in headers),
@@ -190,7 +192,7 @@ def _check_scalars(rank: int, header: Header) -> None:
             f"rank {rank}: logit_scale must be one finite number (linear, 0-D or [1]), "
             f"got {header.scale}"
         )
-    if math.isinf(header.bias):
+    if not math.isfinite(header.bias):
         raise ValueError(f"rank {rank}: logit_bias must be one finite number, got {header.bias}")
 
 
@@ -206,9 +208,11 @@ def _check_same(rank: int, header: Header, first: Header) -> None:
             raise ValueError(f"rank {rank}: {name} is {mine} but rank 0 has {other}")
     if (header.index_rows < 0) != (first.index_rows < 0):
         raise ValueError(f"rank {rank}: index is given on some ranks and not on others")
+    if header.has_bias != first.has_bias:
+        raise ValueError(f"rank {rank}: logit_bias is given on some ranks and not on others")
     for name in ("scale", "bias"):
         mine, other = getattr(header, name), getattr(first, name)
-        if not (_close(mine, other) or (math.isnan(mine) and math.isnan(other))):
+        if not _close(mine, other):
             raise ValueError(
                 f"rank {rank}: logit_{name} is {mine} but rank 0 has {other}: the replicas have "
                 "drifted apart"

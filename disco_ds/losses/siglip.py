@@ -36,7 +36,7 @@ class SigLIPLoss(ContrastiveLoss):
 
     Communication, all of it in forward (bytes received per rank, times ``(W - 1) / W``, ``s`` bytes
     per element): all-gather or ring of texts and of images, ``2 s B d``; one number per rank of the
-    loss; 14 float64 per rank to check the call.
+    loss; 15 float64 per rank to check the call.
 
     Products of size ``b x B x d``: ``4 - 1/W``. Memory: the gathered features (``gather="ring"``:
     three blocks), two fp32 gradients [b, d] and two tiles; see ``DiscoLoss`` for ``tile_size``.

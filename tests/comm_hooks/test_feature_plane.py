@@ -27,7 +27,7 @@ FEATURE_HOOKS: tuple[type[CommHook], ...] = (FastCLIPReduction, OpenCLIPReductio
 def _bytes_and_gradients(rank: int, world_size: int) -> None:
     world = World(rank, world_size, rank)
     matrix = 4 * PAIRS * DIM
-    # Two float64 vectors of 14 numbers per rank agree on the call; one more number per rank and
+    # Two float64 vectors of 15 numbers per rank agree on the call; one more number per rank and
     # the log-sum-exps of rows and columns are exchanged.
     expected = {
         FastCLIPReduction: {"all_gather": 2 * matrix},
@@ -45,7 +45,7 @@ def _bytes_and_gradients(rank: int, world_size: int) -> None:
         found = counting.metrics()
         for collective, size in expected[kind].items():
             scalars = found[f"comm/features/{collective}_bytes"] - size
-            assert 0 <= scalars < 8 * (14 * world_size + 3 * PAIRS), (kind, collective, found)
+            assert 0 <= scalars < 8 * (15 * world_size + 3 * PAIRS), (kind, collective, found)
         assert set(expected[kind]) | {"all_to_all"} == {
             key.split("/")[-1].removesuffix("_bytes")
             for key in found
@@ -71,6 +71,14 @@ def test_a_hook_sets_and_restores_the_loss() -> None:
     assert (loss.gradient_reduction, loss.wire_dtype) == ("reduce_scatter", torch.bfloat16)
     undo()
     assert (loss.gradient_reduction, loss.wire_dtype) == ("scalar_gather", None)
+
+
+def test_a_refused_chain_leaves_the_loss_as_it_was() -> None:
+    loss = SigLIPLoss()
+    chain = compose(FastCLIPReduction(wire_dtype=torch.bfloat16), DiscoReduction())
+    with pytest.raises(ValueError, match="sends no feature gradients"):
+        chain.bind(loss, None)
+    assert loss.wire_dtype is None
 
 
 def test_what_a_loss_cannot_do_is_refused() -> None:

@@ -9,11 +9,20 @@ from harness import run_distributed
 from hook_cases import CONFIGURATIONS, PAIRS, Zeroing, make, moments, num_parameters, step
 from tiny import random_pairs, rows_of
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
-from disco_ds.comm_hooks import CommHook, CompressedReduction, CountingHook, compose
+from disco_ds.comm_hooks import (
+    CommHook,
+    CompressedReduction,
+    CountingHook,
+    FastCLIPReduction,
+    compose,
+)
 from disco_ds.comm_hooks import register_comm_hook as register
 from disco_ds.comm_hooks.deepspeed import UnhookedGradients
 from disco_ds.distributed import World
+from disco_ds.losses import DiscoLoss
 from disco_ds.strategies.base import Strategy
 
 SLOW = pytest.mark.slow
@@ -123,6 +132,64 @@ def _error_feedback(rank: int, world_size: int) -> None:
 
 def test_error_feedback_keeps_the_mean() -> None:
     run_distributed(_error_feedback, world_size=2)
+
+
+class _Chain(nn.Module):
+    """DDP groups its parameters anew after the first step: backward meets ``b`` first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8, bias=False)
+        self.b = nn.Linear(8, 8, bias=False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        values: torch.Tensor = self.b(self.a(inputs))
+        return values
+
+
+def _regrouped(rank: int, world_size: int) -> None:
+    """Errors of one step never reach another parameter, whatever DDP does with its buckets."""
+    torch.manual_seed(0)
+    own = _Chain()
+    own.b.weight.data.mul_(1e3)  # gradients of very different size
+    hook = CompressedReduction(torch.bfloat16)
+    model = nn.parallel.DistributedDataParallel(own)
+    register(model, hook)
+    inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(7))
+    for number in range(3):
+        model.zero_grad()
+        model(inputs).square().sum().backward()
+        exact = torch.autograd.grad(own(inputs).square().sum(), list(own.parameters()))
+        for parameter, gradient in zip(own.parameters(), exact, strict=True):
+            error = (parameter.grad - gradient).abs().max() / gradient.abs().max()
+            assert error < 2**-6, (number, float(error))
+    other = CompressedReduction(torch.bfloat16)
+    other.load_state(hook.state())
+    assert other.state().keys() == hook.state().keys()
+
+
+def test_error_feedback_survives_regrouped_buckets() -> None:
+    run_distributed(_regrouped, world_size=2)
+
+
+def _meshes(rank: int, world_size: int) -> None:
+    """A loss is bound to the ranks over which FSDP2 averages; two dimensions are refused."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    part = nn.Linear(6, 6, bias=False)
+    fully_shard(part, mesh=mesh["shard"])
+    loss = DiscoLoss(normalize=True)
+    register(part, FastCLIPReduction(), loss=loss)
+    assert loss.process_group is mesh["shard"].get_group()
+    both = nn.Linear(6, 6, bias=False)
+    fully_shard(both, mesh=mesh)
+    with pytest.raises(ValueError, match=r"mesh of 2 dimensions \(2, 2\)"):
+        register(both, CompressedReduction())
+    with pytest.raises(ValueError, match="no parameter of this model is sharded"):
+        register(fully_shard(nn.Sequential(nn.Identity())), CommHook())
+
+
+def test_fsdp2_over_a_part_of_the_ranks() -> None:
+    run_distributed(_meshes, world_size=4)
 
 
 def _removal(rank: int, world_size: int) -> None:

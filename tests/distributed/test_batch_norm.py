@@ -64,6 +64,43 @@ def test_synced_equals_one_process(tmp_path: Path, world_size: int) -> None:
     run_distributed(_compare, str(tmp_path / "expected.pt"), world_size=world_size)
 
 
+@pytest.mark.parametrize("micro_batch_size", [2, 4, 8])
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_statistics_count_each_micro_batch_once(
+    momentum: float | None, micro_batch_size: int
+) -> None:
+    encoders = tiny_encoders(resnet=True)
+    use_batch_norm_(encoders, "local")
+    norms = [m for m in encoders.modules() if isinstance(m, torch.nn.BatchNorm2d)]
+    for norm in norms:
+        norm.momentum = momentum
+    pairs = random_pairs(8, image_size=32)
+    strategy = build("single", World(), pairs=8)
+    strategy.setup(encoders, OPTIM)
+    means = []
+    norms[0].register_forward_pre_hook(lambda _, inputs: means.append(inputs[0].mean((0, 2, 3))))
+    loss, temperature = DiscoLoss(normalize=True), Temperature(TemperatureConfig())
+    contrastive_backward(strategy, loss, temperature, pairs, micro_batch_size=micro_batch_size)
+    count = 8 // micro_batch_size
+    assert {int(norm.num_batches_tracked) for norm in norms} == {count}
+    if momentum is None:  # the mean over micro-batches, as torch's own
+        expected = torch.stack(means[-count:]).mean(0)
+        torch.testing.assert_close(norms[0].running_mean, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("options", [{"affine": False}, {"track_running_stats": False}], ids=str)
+def test_any_batch_norm_gives_what_torch_gives(
+    options: dict[str, bool], momentum: float | None
+) -> None:
+    theirs, ours = (torch.nn.BatchNorm2d(3, momentum=momentum, **options) for _ in range(2))
+    use_batch_norm_(ours, "local")
+    for step in range(3):
+        values = torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(step))
+        assert torch.equal(ours(values), theirs(values))
+    assert torch.equal(ours.eval()(values), theirs.eval()(values))
+
+
 def test_frozen_statistics_stay() -> None:
     config = ModelConfig("disco-demo-rn", batch_norm="frozen")
     encoders = create_clip(config, seed=0).encoders

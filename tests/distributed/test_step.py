@@ -65,6 +65,19 @@ def test_micro_batches_equal_one_batch(micro_batch_size: int) -> None:
     )
 
 
+def test_a_step_that_cannot_be_taken_says_so() -> None:
+    pairs = random_pairs(PAIRS)
+    loss, temperature = DiscoLoss(normalize=True), Temperature(TemperatureConfig())
+    strategy = build("single", World(), pairs=PAIRS)
+    strategy.setup(tiny_encoders(), OPTIM)
+    with pytest.raises(ValueError, match="micro_batch_size 0: must be at least 1"):
+        contrastive_backward(strategy, loss, temperature, pairs, micro_batch_size=0)
+    strategy.module.requires_grad_(False)
+    for size in (PAIRS, 4):
+        with pytest.raises(ValueError, match="both towers are locked"):
+            contrastive_backward(strategy, loss, temperature, pairs, micro_batch_size=size)
+
+
 def test_the_second_pass_repeats_the_first_ones_dropout() -> None:
     """Or gradients would belong to other features; and the random stream goes on as it was."""
     pairs = random_pairs(PAIRS, dtype=torch.float64)

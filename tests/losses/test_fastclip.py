@@ -166,13 +166,83 @@ def test_broken_features_show_in_the_value(version: str, broken: float) -> None:
     assert not loss.table.visits.any()
 
 
+@pytest.mark.parametrize(("version", "mode"), VERSIONS)
+def test_a_broken_batch_leaves_its_samples_as_they_were(version: str, mode: str) -> None:
+    """Also where the step was taken: a loop of somebody's own may not look."""
+    clean, loss = make(version, mode), make(version, mode)
+    for candidate in (clean, loss):
+        run_step(candidate, 0, slice(None))
+        candidate.after_step(skipped=False)
+    images, texts, index = batch(1)
+    images[3, 2] = math.nan
+    loss(images.requires_grad_(), texts, 5.0, index=index)
+    loss.after_step(skipped=False)
+    for name, column in whole_tables(loss).items():
+        assert torch.isfinite(column).all(), name
+        assert torch.equal(column[index[3]], whole_tables(clean)[name][index[3]]), name
+
+
 def test_evaluation_changes_nothing() -> None:
-    loss = make("v3", "exact")
+    """Before a step, and between backward and step."""
+    loss, other = make("v3", "exact"), make("v3", "exact")
     images, texts, index = batch(0)
     with torch.no_grad():
         loss(images, texts, 5.0, index=index)
     loss.after_step(skipped=False)
     assert not loss.table.visits.any()
+    for candidate in (loss, other):
+        run_step(candidate, 1, slice(None))
+        if candidate is loss:
+            with torch.no_grad():
+                loss(images, texts, 5.0, index=index)
+        candidate.after_step(skipped=False)
+    for name, column in whole_tables(loss).items():
+        assert torch.equal(column, whole_tables(other)[name]), name
+
+
+def test_a_step_that_was_never_reported_is_warned_about() -> None:
+    loss = make("v3", "exact")
+    run_step(loss, 0, slice(None))
+    with pytest.warns(UserWarning, match="called again before after_step"):
+        run_step(loss, 1, slice(None))
+
+
+@pytest.mark.parametrize(("version", "mode"), VERSIONS)
+def test_a_batch_of_one_sample_has_no_negatives(version: str, mode: str) -> None:
+    loss = make(version, mode)
+    images, texts, index = batch(0)
+    value = loss(images.requires_grad_(), texts, 5.0, index=index * 0 + 4)
+    value.backward()
+    assert torch.isfinite(value) and torch.isfinite(images.grad).all()
+    loss.after_step(skipped=False)
+    assert all(torch.isfinite(column).all() for column in whole_tables(loss).values())
+
+
+def test_bounds_of_duplicates_do_not_depend_on_their_order() -> None:
+    images, texts, index = batch(0)
+    index = torch.where(index == index[0], index[1], index)
+    stored = []
+    for rows in (torch.arange(B), torch.arange(B).flip(0)):
+        loss = make("v2", "fastclip_compat")
+        loss(images[rows].requires_grad_(), texts[rows], 5.0, index=index[rows])
+        loss.after_step(skipped=False)
+        stored.append(whole_tables(loss)["bound_image"])
+    torch.testing.assert_close(stored[0], stored[1], rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("scale", [0.0, -10.0])
+def test_a_temperature_must_be_positive(scale: float) -> None:
+    images, texts, index = batch(0)
+    with pytest.raises(ValueError, match=r"logit_scale .*: FastCLIP needs a positive 1/tau"):
+        make("v3", "exact")(images, texts, scale, index=index)
+
+
+@pytest.mark.parametrize(
+    "options", [{"duplicates": "masked"}, {"gamma_schedule": "const"}, {"mode": "fast"}], ids=str
+)
+def test_options_that_do_not_exist_are_refused(options: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(options))} must be .*got '"):
+        make("v3", options.pop("mode", "exact"), **options)
 
 
 def test_first_visit_takes_the_present_estimate() -> None:
@@ -268,6 +338,14 @@ def test_unknown_size_grows_and_bad_ids_are_refused() -> None:
     loss(images.requires_grad_(), texts, 5.0, index=index + 100_000)
     loss.after_step(skipped=False)
     assert len(loss.table.visits) > 100_000
+    rows = len(loss.table.visits)
+    with torch.inference_mode():
+        loss(images, texts, 5.0, index=index + 10**9)
+    assert len(loss.table.visits) == rows  # looking does not make room
+    with pytest.raises(ValueError, match="too large for a table that grows"):
+        loss(images, texts, 5.0, index=index + 2**42)
+    loss(images, texts, 5.0, index=index + rows)
+    loss.after_step(skipped=False)  # not a table of inference tensors
     with pytest.raises(ValueError, match="sample id -1 is negative"):
         loss(images, texts, 5.0, index=index - index.min() - 1)
     fixed = make("v3", "exact")
@@ -309,6 +387,42 @@ def test_tables_move_to_any_number_of_ranks(tmp_path: Any) -> None:
         make("v2", "exact", num_samples=31).load_rank_states(parts)
     with pytest.raises(ValueError, match="saved tables have columns"):
         make("v3", "exact").load_rank_states(parts)
+
+
+def test_loading_empties_a_table_that_has_grown() -> None:
+    small, large = (make("v3", "exact", num_samples=None) for _ in range(2))
+    run_step(small, 0, slice(None))
+    small.after_step(skipped=False)
+    images, texts, index = batch(0)
+    large(images.requires_grad_(), texts, 5.0, index=index + 50_000)
+    large.after_step(skipped=False)
+    large.load_rank_states([small.rank_state()])
+    assert int(large.table.visits.sum()) == B
+
+
+def _late_and_halved(rank: int, world_size: int, early: FastCLIPLoss) -> None:
+    """Made before the group, or for other ranks: the table follows the ranks of the call."""
+    half = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    for late, group in ((early, None), (make("v3", "exact"), half)):
+        ranks = world_size if group is None else 2
+        sizes = SPLITS[ranks]
+        late.process_group = group
+        given = make("v3", "exact", process_group=group)
+        for step in range(3):
+            own = rank % ranks
+            rows = slice(sum(sizes[:own]), sum(sizes[: own + 1]))
+            found, expected = (run_step(loss, step, rows) for loss in (late, given))
+            assert torch.equal(found["value"], expected["value"]), step
+            for loss in (late, given):
+                loss.after_step(skipped=False)
+        assert late.table.world_size == ranks
+    late.process_group = None
+    with pytest.raises(ValueError, match=r"split over ranks ., ., the loss is called on ranks 0,"):
+        run_step(late, 0, slice(rank * 3, rank * 3 + 3))
+
+
+def test_tables_follow_the_ranks_of_the_loss() -> None:
+    run_distributed(_late_and_halved, make("v3", "exact"), world_size=4)
 
 
 def test_gamma_schedules() -> None:

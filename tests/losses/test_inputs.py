@@ -41,7 +41,9 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "nan scale": ({"scale": math.nan}, r"rank 1: logit_scale must be one finite number.*nan"),
     "inf bias": ({"bias": math.inf}, r"rank 1: logit_bias must be one finite number"),
     "other scale": ({"scale": 11.0}, r"rank 1: logit_scale is 11.0 but rank 0 has 10.0"),
-    "other bias": ({"bias": 1.0}, r"rank 1: logit_bias is 1.0 but rank 0 has nan"),
+    "nan bias": ({"bias": math.nan}, r"rank 1: logit_bias must be one finite number, got nan"),
+    "other bias": ({"bias": 1.0}, r"rank 1: logit_bias is 1.0 but rank 0 has 0.0"),
+    "some bias": ({"has_bias": 1.0}, r"rank 1: logit_bias is given on some ranks and not"),
     "some index": ({"index_rows": 4}, r"rank 1: index is given on some ranks"),
     "short index": ({"index_rows": 3}, r"rank 1: index must be a vector of 4 integers.*got 3"),
 }
@@ -52,6 +54,12 @@ def test_mistake_is_named(name: str) -> None:
     changes, message = MISTAKES[name]
     with pytest.raises(ValueError, match=message):
         agree([header(), header(**changes)])
+
+
+def test_a_bias_that_is_not_a_number_is_refused() -> None:
+    features = torch.eye(4)
+    with pytest.raises(ValueError, match="rank 0: logit_bias must be one finite number, got nan"):
+        SigLIPLoss()(features, features, 10.0, torch.tensor(math.nan))
 
 
 def test_headers_of_different_batch_sizes_agree() -> None:
@@ -102,7 +110,7 @@ def mistake_worker(rank: int, world_size: int) -> None:
         "rank 1: logit_scale must be one finite": (good, good, math.inf),
     }
     for message, call in bad_calls.items():
-        for loss in (DiscoLoss(), SigLIPLoss(gather="ring")):
+        for loss in (DiscoLoss(), DiscoLoss(normalize=True), SigLIPLoss(gather="ring")):
             with pytest.raises(ValueError, match=re.escape(message)):
                 loss(*(call if rank == 1 else (good, good, 1.0)))
     # The group still works.
