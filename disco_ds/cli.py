@@ -82,6 +82,9 @@ def train(arguments: Sequence[str]) -> int:
         if not is_lost_contact(error):
             raise
         return _fail(_lost_contact(error, watchdog), FAILED, speaks=True)
+    except OSError as error:  # disk full, a file that is gone ...
+        logger.debug("details", exc_info=True)
+        return _fail(f"rank {world.rank}: {error}", FAILED, speaks=True)
     except KeyboardInterrupt:
         return _fail("interrupted", FAILED, speaks=world.is_main)
     finally:
@@ -199,6 +202,6 @@ def main() -> None:
     command = tyro.cli(Command, prog="disco-ds", use_underscores=True)
     try:
         status = command.run()
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         status = _fail(str(error), WRONG_INPUT, speaks=True)
     sys.exit(status)

@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import io
 import json
+import math
 import re
 import types
 import typing
@@ -117,6 +118,13 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"--{name} {value}: must be positive")
+        if self.max_skipped_steps < 0:
+            raise ValueError(f"--max_skipped_steps {self.max_skipped_steps}: must not be negative")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"--seed {self.seed}: must be from 0 to {2**32 - 1}")
+        for name, number in _numbers(self):
+            if not math.isfinite(number):
+                raise ValueError(f"--{name} {number}: must be a finite number")
         if self.global_batch_size < 2:
             raise ValueError(
                 f"--global_batch_size {self.global_batch_size}: a contrastive loss needs at least "
@@ -124,6 +132,17 @@ class TrainConfig:
             )
         if self.resume == "latest" and self.run_dir is None:
             raise ValueError("--resume latest needs --run_dir, the folder of the run to continue")
+
+
+def _numbers(config: Any, prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Dotted names and values of all settings that are floating-point numbers."""
+    for item in dataclasses.fields(config):
+        value, name = getattr(config, item.name), f"{prefix}{item.name}"
+        if dataclasses.is_dataclass(value):
+            yield from _numbers(value, f"{name}.")
+        for number in value if isinstance(value, tuple) else (value,):
+            if isinstance(number, float):
+                yield name, number
 
 
 def local_batch_size(config: TrainConfig, world_size: int) -> int:

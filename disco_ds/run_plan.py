@@ -145,6 +145,8 @@ def _resume_point(config: TrainConfig, run_dir: Path) -> Path | None:
 
 
 def _create_run_dir(run_dir: Path, *, resuming: bool) -> None:
+    if run_dir.exists() and not run_dir.is_dir():
+        raise ValueError(f"--run_dir {run_dir}: is a file; choose a folder")
     if run_dir.exists() and not resuming and any(run_dir.iterdir()):
         raise ValueError(
             f"--run_dir {run_dir} exists: add --resume latest to continue it, or choose another"

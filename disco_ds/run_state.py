@@ -46,6 +46,9 @@ class Counters:
     skipped_in_a_row: int = 0
     """Refused since the last step taken."""
 
+    total_steps: int = 0
+    """Optimizer steps of the whole run."""
+
 
 @dataclass(frozen=True)
 class RunState:
@@ -105,8 +108,8 @@ class RunState:
             if key != "step"
         }
 
-    def restore(self, folder: Path) -> None:
-        """Continue from a checkpoint. Collective.
+    def restore(self, folder: Path) -> Mapping[str, Any]:
+        """Continue from a checkpoint; returns the settings of the run that saved. Collective.
 
         Raises:
             AgreedError: on all ranks: damaged, or of another model, loss, optimizer or data set.
@@ -128,6 +131,7 @@ class RunState:
             snapshot.step,
             _what_changed(shared["config"], as_plain(self.plan.config)),
         )
+        return dict(shared["config"])
 
     def _check_fits(self, folder: Path, shared: Mapping[str, Any]) -> None:
         config = self.plan.config

@@ -29,7 +29,9 @@ class Saves:
         self._state, self._world, self._watchdog = state, state.world, watchdog
         self._config, self._last_step = state.plan.config.checkpoint, last_step
         folder = state.plan.run_dir / "checkpoints"
-        self._writer = CheckpointWriter(folder, self._config, state.world)
+        self._writer = CheckpointWriter(
+            folder, self._config, state.world, first_step=state.counters.step
+        )
         self._saved_step, self._saved_at = state.counters.step, time.monotonic()
         self._is_wanted = False
         self._stop_reason: str | None = None

@@ -96,9 +96,7 @@ class Trainer:
                 seed=config.seed,
                 image_size=self.clip.image_size[0],
             )
-        self.total_steps = config.steps or math.ceil(
-            (config.epochs or 0) * self.loader.steps_per_epoch
-        )
+        self.counters.total_steps = self._steps_left() if config.steps is None else config.steps
         self.strategy = plan.strategy
         self.strategy.setup(self.clip.encoders, config.optim)
         if plan.checkpoint is not None:
@@ -136,9 +134,36 @@ class Trainer:
             counters=self.counters,
         )
         if plan.checkpoint is not None:
-            self.state.restore(plan.checkpoint)
+            self._restore(plan.checkpoint)
         self.saves = Saves(self.state, self.watchdog, last_step=self.total_steps)
         self._write_configuration()
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        return self.counters.total_steps
+
+    def _steps_left(self) -> int:
+        """Steps until ``--epochs`` passes over the data, from the present position."""
+        left = (self.config.epochs or 0) - self.loader.epoch
+        return max(0, math.ceil(round(left * self.loader.steps_per_epoch, 6)))
+
+    def _restore(self, checkpoint: Path) -> None:
+        """Continue; the run's end stays, unless it or what a step means has changed."""
+        then, config, counters = self.state.restore(checkpoint), self.config, self.counters
+        if config.steps is not None:
+            counters.total_steps = config.steps
+        elif (then["epochs"], then["global_batch_size"]) != (
+            config.epochs,
+            config.global_batch_size,
+        ):
+            counters.total_steps = counters.step + self._steps_left()
+        if counters.step >= counters.total_steps:
+            logger.warning(
+                "nothing is left to train: %s was saved after step %d, this run ends after %d; "
+                "raise --steps or --epochs to go on",
+                *(checkpoint, counters.step, counters.total_steps),
+            )
 
     def _rehearse(self) -> None:
         """With one pair; before anything that counts is loaded."""
@@ -152,7 +177,9 @@ class Trainer:
             return
         folder = self.plan.run_dir
         record_start(folder, self.world, strategy=self.strategy.name, total_steps=self.total_steps)
-        (folder / "config.json").write_text(json.dumps(as_plain(self.config), indent=2) + "\n")
+        # Without --resume: --config of this file is a run from the start.
+        plain = as_plain(replace(self.config, resume=None))
+        (folder / "config.json").write_text(json.dumps(plain, indent=2) + "\n")
         if ds_config := getattr(self.strategy, "ds_config", None):
             (folder / "ds_config.json").write_text(json.dumps(ds_config, indent=2) + "\n")
 
@@ -373,10 +400,21 @@ class Trainer:
         self.saves.ask()
 
     def export(self) -> Path | None:
-        """Write the last checkpoint's weights as an open_clip file; main rank only."""
+        """Write the last checkpoint's weights as an open_clip file; main rank only.
+
+        Raises:
+            OSError: disk full ...; says that the training itself is safe, and how to try again.
+        """
         if not self.world.is_main:
             return None
-        return export(self.plan.run_dir, self.plan.run_dir / "export" / "model.pt")
+        folder = self.plan.run_dir
+        try:
+            return export(folder, folder / "export" / "model.pt")
+        except OSError as error:
+            raise OSError(
+                f"cannot write the export in {folder / 'export'}: {error}. Training is complete "
+                f"and its checkpoint is safe: disco-ds export {folder} -o FILE.pt"
+            ) from error
 
     def close(self) -> None:
         """Release engine and workers."""

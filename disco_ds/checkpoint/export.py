@@ -78,6 +78,7 @@ def export(
     _check_same_model(folders, states)
     state, weights = states[-1], [folder / MODEL_FILE for folder in folders]
     if output.suffix:
+        _check_is_ours(output.with_suffix(".json"), state["model_config"])
         output.parent.mkdir(parents=True, exist_ok=True)
         _write_file(weights, output, dtype, state)
         output.with_suffix(".json").write_text(state["model_config"] + "\n")
@@ -108,6 +109,22 @@ def _checkpoints(sources: Sequence[Path], average_last: int) -> list[Path]:
             "--checkpoint.keep_last keeps more"
         )
     return folders[-average_last:]
+
+
+def _check_is_ours(path: Path, content: str) -> None:
+    """The file beside the weights: an earlier export's may be replaced."""
+    if not path.exists():
+        return
+    try:
+        found = path.read_text()
+        is_ours = found.strip() == content or "embed_dim" in json.loads(found)
+    except (OSError, ValueError, TypeError):
+        is_ours = False
+    if not is_ours:
+        raise ValueError(
+            f"{path} is there and no model configuration: an export writes one under that name; "
+            "choose another name or folder"
+        )
 
 
 def _verified_state(folder: Path) -> dict[str, Any]:
@@ -142,7 +159,8 @@ def _write_file(
                 source = merged
                 _write_safetensors(weights, merged, dtype)
             content = {"name": state["model"], "epoch": state["epoch"]}
-            torch.save({**content, "state_dict": load_file(source)}, partial)
+            with partial.open("wb") as file:  # given a path, torch hides that the disk is full
+                torch.save({**content, "state_dict": load_file(source)}, file)
         partial.replace(output)
     finally:
         for path in (partial, merged):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ OPTIMIZER_FILE = "optimizer.safetensors"
 STATE_FILE = "state.json"
 MANIFEST_FILE = "manifest.json"
 LATEST_FILE = "latest"
+ABANDONED_FOLDER = "abandoned"
 _BLOCK = 1 << 22
 
 
@@ -50,9 +52,19 @@ def partial_folder(checkpoints: Path, step: int) -> Path:
     return checkpoints / f".step_{step:08d}.partial"
 
 
+def step_of(folder: Path) -> int | None:
+    """The step in a checkpoint folder's name; None for any other name (a user's copy)."""
+    found = re.fullmatch(r"step_(\d{8,})", folder.name)
+    return int(found[1]) if found else None
+
+
 def complete_folders(checkpoints: Path) -> list[Path]:
     """All checkpoints, oldest first."""
-    return sorted(path for path in checkpoints.glob("step_*") if path.is_dir())
+    steps = {path: step_of(path) for path in checkpoints.glob("step_*") if path.is_dir()}
+    return sorted(
+        (path for path, step in steps.items() if step is not None),
+        key=lambda path: steps[path] or 0,
+    )
 
 
 def leftovers(checkpoints: Path) -> list[Path]:

@@ -16,6 +16,7 @@ from disco_ds.checkpoint.folder import (
     OPTIMIZER_FILE,
     STATE_FILE,
     Snapshot,
+    complete_folders,
     digest,
     rank_file,
 )
@@ -55,10 +56,10 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _remedy(folder: Path) -> str:
-    others = sorted(path.name for path in folder.parent.glob("step_*") if path.name != folder.name)
+    others = [path for path in complete_folders(folder.parent) if path.name != folder.name]
     if not others:
         return ". No other checkpoint lies beside it"
-    return f". To go on from another one: --resume {folder.parent / others[-1]}"
+    return f". To go on from another one: --resume {others[-1]}"
 
 
 def load_checkpoint(folder: Path, world: World) -> Snapshot:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from disco_ds.checkpoint.config import CheckpointConfig
 from disco_ds.checkpoint.folder import (
+    ABANDONED_FOLDER,
     FORMAT,
     LATEST_FILE,
     MANIFEST_FILE,
@@ -29,11 +31,14 @@ from disco_ds.checkpoint.folder import (
     partial_folder,
     rank_file,
     step_folder,
+    step_of,
     versions,
 )
 from disco_ds.checkpoint.hashed_file import hashed_file
 from disco_ds.checkpoint.tensor_file import write_all
 from disco_ds.distributed import AgreedError, World, agreed, gather_objects
+
+logger = logging.getLogger(__name__)
 
 Manifest = dict[str, dict[str, Any]]
 
@@ -51,10 +56,15 @@ class CheckpointWriter:
         checkpoints: the run's ``checkpoints`` folder, on a file system that all ranks share.
         config: what to keep, and whether to write in the background.
         world: this process.
+        first_step: where this run starts or resumes. Checkpoints of later steps that are there
+            already belong to a history that was left behind: they are set aside.
     """
 
-    def __init__(self, checkpoints: Path, config: CheckpointConfig, world: World) -> None:
+    def __init__(
+        self, checkpoints: Path, config: CheckpointConfig, world: World, *, first_step: int = 0
+    ) -> None:
         self._checkpoints, self._config, self._world = checkpoints, config, world
+        self._first_step: int | None = first_step  # until they were set aside
         self._job: _Job | None = None
 
     @property
@@ -134,14 +144,35 @@ class CheckpointWriter:
         _write_text(partial / MANIFEST_FILE, json.dumps(manifest, indent=1))
         _flush_folder(partial)
         if final.exists():  # of the same step, before a resume from an earlier one
-            final.rename(final.with_name(f".{final.name}.old"))
+            self._set_aside([final])
         partial.rename(final)
         _flush_folder(self._checkpoints)
         pointer = self._checkpoints / f".{LATEST_FILE}.partial"
         _write_text(pointer, final.name + "\n")
         pointer.replace(self._checkpoints / LATEST_FILE)
         _flush_folder(self._checkpoints)
-        self._prune(step)
+        try:
+            self._leave_behind(step)
+            self._prune(step)
+        except OSError as error:
+            logger.warning("%s is complete, but old ones could not be tidied up: %s", final, error)
+
+    def _leave_behind(self, step: int) -> None:
+        """Once, after the first save: set aside what a resume from an earlier step left behind."""
+        first, self._first_step = self._first_step, None
+        if first is not None:
+            steps = {folder: step_of(folder) or 0 for folder in complete_folders(self._checkpoints)}
+            self._set_aside([f for f, its in steps.items() if its > first and its != step])
+
+    def _set_aside(self, folders: Sequence[Path]) -> None:
+        aside = self._checkpoints / ABANDONED_FOLDER
+        for folder in folders:
+            aside.mkdir(exist_ok=True)
+            shutil.rmtree(aside / folder.name, ignore_errors=True)
+            folder.rename(aside / folder.name)
+            logger.warning(
+                "%s is of a history that this run does not continue: moved to %s", folder, aside
+            )
 
     def _prune(self, step: int) -> None:
         """Remove what nothing asks to keep."""
@@ -155,7 +186,7 @@ class CheckpointWriter:
 
     def _is_kept(self, folder: Path) -> bool:
         every = self._config.keep_every_steps
-        return every is not None and int(folder.name.removeprefix("step_")) % every == 0
+        return every is not None and (step_of(folder) or 0) % every == 0
 
 
 class _Job:
@@ -205,7 +236,8 @@ def _reason(error: Exception, partial: Path) -> str:
 
 def _write_files(partial: Path, snapshot: Snapshot, world: World) -> Manifest:
     own = partial / rank_file(world.rank)
-    torch.save(snapshot.rank_state, own)
+    with own.open("wb") as file:  # given a path, torch hides that the disk is full
+        torch.save(snapshot.rank_state, file)
     manifest = {own.name: _flushed(own)}
     if world.is_main:
         state = {

@@ -55,7 +55,14 @@ class DataConfig:
     """Seconds without a byte after which reading a remote shard fails."""
 
     def __post_init__(self) -> None:
-        for name in ("num_workers", "shuffle_buffer", "read_retries", "reduced_decode"):
+        amounts = (
+            "num_workers",
+            "shuffle_buffer",
+            "read_retries",
+            "retry_seconds",
+            "reduced_decode",
+        )
+        for name in amounts:
             if getattr(self, name) < 0:
                 raise ValueError(f"data.{name}={getattr(self, name)}: must not be negative")
         for name in ("prefetch_batches", "max_image_pixels", "read_timeout"):

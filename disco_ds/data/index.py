@@ -7,6 +7,7 @@ where they lie. They change when shards are added or changed; so does the finger
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import itertools
 import json
@@ -151,6 +152,9 @@ def build_index(
     Raises:
         ValueError: no such shard or pattern; no shard is a tar with samples; too many are bad.
     """
+    check_workers(num_workers)
+    if not 0 <= max_bad_shards <= 1:
+        raise ValueError(f"max_bad_shards {max_bad_shards:g}: must be from 0 to 1")
     locations = resolve(sources, missing=missing, require_stats=require_stats)
     known = _known(cache)
     shards: list[Shard | None] = [_reuse(location, known) for location in locations]
@@ -165,6 +169,7 @@ def build_index(
             shards[number] = shard
     found = cast("list[Shard]", shards)
     _check_damage(found, max_bad_shards)
+    _warn_of_copies(found)
     index = ShardIndex(tuple(sorted(found, key=lambda s: (s.name, s.fingerprint, s.url))))
     if cache is not None and (todo or len(known) != len(found)):
         index.save(cache)
@@ -322,6 +327,43 @@ def _report(shard: Shard) -> None:
         logger.warning("%s: %s (%d samples kept)", shard.url, shard.damage, shard.num_samples)
 
 
+def _warn_of_copies(shards: Sequence[Shard]) -> None:
+    """Links are told apart by ``resolve``; copies, and addresses of one file, by their content."""
+    first: dict[tuple[str, int, int], Shard] = {}
+    copies = []
+    for shard in shards:
+        original = first.setdefault((shard.fingerprint, shard.num_bytes, shard.num_samples), shard)
+        if original is not shard and shard.num_samples:
+            copies.append(f"{shard.url} = {original.url}")
+    if copies:
+        logger.warning(
+            "%d shards look like copies of others, their samples count twice: %s",
+            *(len(copies), "; ".join(copies[:5])),
+        )
+
+
+def check_workers(num_workers: int) -> None:
+    """Refuse a negative number of processes."""
+    if num_workers < 0:
+        raise ValueError(f"num_workers {num_workers}: must not be negative")
+
+
+def check_writable(path: Path, flag: str) -> None:
+    """Before the work whose result goes there; makes the folder.
+
+    Raises:
+        ValueError: naming flag, path and reason.
+    """
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "it is a folder")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise PermissionError(errno.EACCES, "no permission")
+    except OSError as error:
+        raise ValueError(f"{flag} {path}: cannot write there ({error.strerror})") from error
+
+
 def _check_damage(shards: list[Shard], max_bad_shards: float) -> None:
     bad = [shard for shard in shards if shard.damage]
     if sum(shard.num_samples for shard in shards) == 0:
@@ -359,6 +401,7 @@ class IndexCommand:
 
     def run(self) -> int:
         """Write the index; print what it holds. Returns the exit status."""
+        check_writable(self.output, "-o")
         index = build_index(
             self.shards,
             cache=self.output,

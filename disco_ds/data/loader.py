@@ -20,7 +20,7 @@ from disco_ds.data.batch import Batch, DataWorkerError, Delivery, Failure
 from disco_ds.data.config import DataConfig
 from disco_ds.data.index import ShardIndex
 from disco_ds.data.judge import check_bad_share
-from disco_ds.data.partition import Stretch, Topology
+from disco_ds.data.partition import Stretch, Topology, draw_chances
 from disco_ds.data.pipeline import BatchDataset, ImageTransform, Recipe, Tokenize
 from disco_ds.data.planner import Planner, make_topology
 from disco_ds.data.state import LoaderState, Position, State, merge_states
@@ -298,6 +298,8 @@ def check_feed(
             f"batch of {global_batch_size} ({world.world_size} ranks x {local_batch_size}): use a "
             "smaller batch, fewer ranks or more data"
         )
+    if config.weights:
+        draw_chances(index.sizes, [shard.source for shard in index.shards], config.weights)
 
 
 def _warn_of_few_shards(index: ShardIndex, topology: Topology) -> None:

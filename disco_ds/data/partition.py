@@ -342,7 +342,12 @@ def draw_chances(
     size, source = np.asarray(sizes), np.asarray(sources)
     for number, weight in enumerate(weights):
         filled = (source == number) & (size > 0)
-        if filled.any():
+        if weight > 0 and not filled.any():
+            raise ValueError(
+                f"data.weights gives {weight:g} to entry {number + 1} of data.shards, which holds "
+                "no samples"
+            )
+        if weight > 0:
             chances[filled] = weight / size[filled].sum()
     return [float(c) for c in chances / chances.sum()]
 

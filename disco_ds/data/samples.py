@@ -10,12 +10,24 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from PIL import Image, ImageOps
+from PIL import ExifTags, Image
 
 from disco_ds.data.tar import IMAGE_SUFFIXES
 
 # Reported by ourselves, as a reason to skip.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
+
+
+_TURN = Image.Transpose
+_TURNS: Mapping[object, Image.Transpose] = {
+    2: _TURN.FLIP_LEFT_RIGHT,
+    3: _TURN.ROTATE_180,
+    4: _TURN.FLIP_TOP_BOTTOM,
+    5: _TURN.TRANSPOSE,
+    6: _TURN.ROTATE_270,
+    7: _TURN.TRANSVERSE,
+    8: _TURN.ROTATE_90,
+}
 
 
 class SkipSampleError(Exception):
@@ -69,7 +81,7 @@ def decode_image(
             image.draft("RGB", (smallest_side, smallest_side))
         image.load()
         if upright:
-            ImageOps.exif_transpose(image, in_place=True)
+            image = _upright(image)
         return image if image.mode == "RGB" else _to_rgb(image)
     except SkipSampleError:
         raise
@@ -77,6 +89,15 @@ def decode_image(
         raise SkipSampleError("huge_image", str(error)) from error
     except Exception as error:  # decoders raise nearly anything on damaged bytes
         raise SkipSampleError("bad_image", f"{type(error).__name__}: {error}") from error
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    """Turned as its EXIF says; where the EXIF cannot be read, as it is."""
+    try:
+        turn = _TURNS.get(image.getexif().get(ExifTags.Base.Orientation))
+    except Exception:  # its tags come from anybody; the pixels are fine
+        return image
+    return image if turn is None else image.transpose(turn)
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:

@@ -17,6 +17,7 @@ import functools
 import glob
 import json
 import logging
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -69,8 +70,11 @@ def resolve(
     found: dict[str, Location] = {}
     for number, source in enumerate(sources):
         before = len(found)
-        for url in _expand(source, missing):
-            found.setdefault(url, Location(url, number))
+        urls = list(_expand(source, missing))
+        if not urls:
+            raise ValueError(f"{source}: lists no shard")
+        for url in urls:
+            found.setdefault(_identity(url), Location(url, number))
         if len(found) == before:
             raise ValueError(f"{source}: all its shards are named by an earlier source")
     locations = list(found.values())
@@ -87,6 +91,11 @@ def resolve(
     if not locations:
         raise ValueError(f"{' '.join(sources)}: no shard is complete (none has a stats file)")
     return locations
+
+
+def _identity(url: str) -> str:
+    """What two spellings of one local file, links included, have in common."""
+    return os.path.realpath(local_path(url)) if is_local(url) else url
 
 
 def stated_samples(url: str) -> tuple[int | None, str]:
@@ -147,15 +156,20 @@ def _folders_with_stats(folder: str) -> frozenset[str]:
     return frozenset([folder] if next(Path(folder).glob("*_stats.json"), None) else [])
 
 
-def _expand(source: str, missing: Literal["error", "skip"]) -> Iterator[str]:
-    """Shards of one source, in order."""
+def _expand(
+    source: str, missing: Literal["error", "skip"], lists: tuple[str, ...] = ()
+) -> Iterator[str]:
+    """Shards of one source, in order; ``lists`` are those that led to it."""
     if not source.strip():
         raise ValueError("an empty shard name")
     local = is_local(source)
     if local and local_path(source).is_file():
         if source.endswith(".txt"):
+            path = _identity(source)
+            if path in lists:
+                raise ValueError(f"{source}: this list leads back to itself")
             for line in _lines(local_path(source)):
-                yield from _expand(line, missing)
+                yield from _expand(line, missing, (*lists, path))
         else:  # braces and stars are part of its name
             yield source
         return
@@ -177,7 +191,11 @@ def _expand(source: str, missing: Literal["error", "skip"]) -> Iterator[str]:
 
 
 def _lines(path: Path) -> Iterator[str]:
-    lines = (line.strip() for line in path.read_text().splitlines())
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 ({error.reason} at byte {error.start})") from error
+    lines = (line.strip() for line in text.splitlines())
     return (line for line in lines if line and not line.startswith("#"))
 
 

@@ -98,15 +98,15 @@ class LoaderState:
             ValueError: names what differs.
         """
         pairs = {
-            "fingerprint": (self.fingerprint, fingerprint),
-            "mode": (self.mode, mode),
-            "seed": (self.seed, seed),
+            "--data.shards (fingerprint)": (self.fingerprint, fingerprint),
+            "--data.mode": (self.mode, mode),
+            "--seed": (self.seed, seed),
         }
         for name, (then, now) in pairs.items():
             if then != now:
                 raise ValueError(
-                    f"cannot resume inside the epoch: {name} of the data was {then}, "
-                    f"now it is {now}"
+                    f"cannot resume inside the epoch: {name} was {then}, now it is {now}. Go on "
+                    "with the former, or start anew from the weights with --model.init"
                 )
 
 

@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import IO
+from typing import IO, Any
 
 from webdataset.tariterators import base_plus_ext
 
@@ -47,6 +47,10 @@ class ShardError(Exception):
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(detail)
         self.reason = reason
+
+
+class _JoinedError(ShardError):
+    """The archive is whole, and something follows it."""
 
 
 class _CutShortError(ShardError):
@@ -88,12 +92,26 @@ class _Archive(tarfile.TarFile):
     last_header = ""
 
     def check_end(self) -> None:
-        """Raise unless the archive ended with its marker, a block of zeros."""
+        """Raise unless the archive ended with its marker, a block of zeros, and nothing follows."""
         if self.last_header == "EOFHeaderError":
+            if self._has_more():
+                raise _JoinedError(
+                    "damaged_shard",
+                    "data after the end-of-archive marker, which nobody reads (joined archives? "
+                    "unpack with tar -i and pack anew)",
+                )
             return
         if self.last_header in ("EmptyHeaderError", "TruncatedHeaderError"):
             raise ShardError("truncated_shard", "cut off: the end-of-archive marker is missing")
         raise ShardError("damaged_shard", "a member header is damaged")
+
+    def _has_more(self) -> bool:
+        """Anything but zeros from here, behind the first block of zeros, to the end of the file."""
+        stream: Any = self.fileobj
+        while block := stream.read(STREAM_BLOCK_BYTES):
+            if block.strip(b"\0"):
+                return True
+        return False
 
 
 def read_groups(
@@ -128,7 +146,7 @@ def read_groups(
                 grouper.current.members[suffix] = read()
             grouper.current.suffixes.append(suffix)
     except ShardError as error:
-        if num_bytes is not None:
+        if num_bytes is not None or isinstance(error, _JoinedError):
             yield from grouper.last(cut_short=isinstance(error, _CutShortError))
         raise
     yield from grouper.last()

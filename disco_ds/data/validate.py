@@ -17,8 +17,8 @@ import tyro
 import webdataset
 from tqdm import tqdm
 
-from disco_ds.data.index import DEFAULT_TIMEOUT_SECONDS, ordered_map
-from disco_ds.data.remote import open_shard
+from disco_ds.data.index import DEFAULT_TIMEOUT_SECONDS, check_workers, check_writable, ordered_map
+from disco_ds.data.remote import local_path, open_shard
 from disco_ds.data.samples import (
     SkipSampleError,
     choose_caption,
@@ -141,6 +141,7 @@ def validate_shards(
     Raises:
         ValueError: no such shard; or two shards would get the same name in ``fix``.
     """
+    check_workers(num_workers)
     locations = resolve(sources, missing=missing)
     if fix is not None:
         _prepare_folder(fix, locations)
@@ -212,10 +213,21 @@ def _prepare_folder(folder: Path, locations: Sequence[Location]) -> None:
     names = Counter(location.name for location in locations)
     name, count = names.most_common(1)[0]
     if count > 1:
-        raise ValueError(f"{count} shards are named {name}: fix one folder at a time")
-    if any(Path(location.url).parent.resolve() == folder.resolve() for location in locations):
+        raise ValueError(
+            f"{count} shards are named {name}: fix one folder at a time, each into its own"
+        )
+    if any(local_path(location.url).parent.resolve() == folder.resolve() for location in locations):
         raise ValueError(f"{folder} holds the shards themselves: choose another folder to fix into")
-    folder.mkdir(parents=True, exist_ok=True)
+    for location in locations:
+        if os.path.lexists(folder / location.name):
+            raise ValueError(
+                f"--fix {folder}: {location.name} is there already and would be overwritten: "
+                "choose another folder, or remove it"
+            )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--fix {folder}: cannot make that folder ({error.strerror})") from error
 
 
 @contextmanager
@@ -231,7 +243,10 @@ def _copy_to(path: Path | None) -> Iterator[Any]:
     def write(group: Group) -> None:
         nonlocal num_written
         num_written += 1
-        writer.write({"__key__": group.key, **group.members})
+        try:
+            writer.write({"__key__": group.key, **group.members})
+        except OSError as error:
+            raise _cannot_write(path, error) from error
 
     try:
         # mtime: by default webdataset stamps a fraction, which costs a header per member.
@@ -241,8 +256,15 @@ def _copy_to(path: Path | None) -> Iterator[Any]:
             yield write
         if num_written:
             partial_path.replace(path)
+    except OSError as error:
+        raise _cannot_write(path, error) from error
     finally:
         partial_path.unlink(missing_ok=True)
+
+
+def _cannot_write(path: Path, error: OSError) -> ValueError:
+    """Not an OSError: those are the shard's that is read."""
+    return ValueError(f"--fix: cannot write {path}: {error.strerror or error}")
 
 
 @dataclass(frozen=True)
@@ -270,6 +292,8 @@ class ValidateCommand:
 
     def run(self) -> int:
         """Print the table. Returns the exit status: 1 if training would skip anything."""
+        if self.json is not None:
+            check_writable(self.json, "--json")
         report = validate_shards(
             self.shards,
             rules=Rules(self.captions, self.keep_empty_captions, self.max_image_pixels),
@@ -279,7 +303,7 @@ class ValidateCommand:
             progress=sys.stderr.isatty(),
             timeout=self.timeout,
         )
+        print(report.to_table())  # noqa: T201  (a command's output)
         if self.json is not None:
             self.json.write_text(report.to_json() + "\n")
-        print(report.to_table())  # noqa: T201  (a command's output)
         return 0 if report.is_clean else 1

@@ -156,7 +156,7 @@ def write_spec(member: Member, resources: Resources, *, code: Path) -> RunFolder
         write_atomically(run.launch / "config.json", json.dumps(member.plain, indent=2) + "\n")
         if not (run.path / "config.json").exists():
             # train.py writes its own when it starts.
-            resolved = {**member.plain, "run_dir": str(run.path), "resume": "latest"}
+            resolved = {**member.plain, "run_dir": str(run.path), "resume": None}
             write_atomically(run.path / "config.json", json.dumps(resolved, indent=2) + "\n")
         write_atomically(run.spec_file, json.dumps(spec, indent=2) + "\n")
     except OSError as error:

@@ -76,7 +76,10 @@ class MetricsLog:
     def close(self) -> None:
         """Flush and close."""
         if self._file is not None:
-            self._file.close()
+            try:
+                self._file.close()
+            except OSError as error:
+                logger.warning("%s may lack its last lines: %s", METRICS_FILE, error)
             self._file = None
         for tracker in self._trackers:
             tracker.close()

@@ -29,7 +29,7 @@ from make_shards import (
     take,
     write_tar,
 )
-from PIL import Image
+from PIL import Image, ImageOps
 
 from disco_ds.data.index import build_index
 from disco_ds.data.loader import TrainLoader
@@ -388,6 +388,33 @@ def test_reader_survives_what_the_index_did_not_know(tmp_path: Path) -> None:
         summary = loader.epoch_summary()
         total = summary["data/seen"] + summary["data/unseen"] + sum(skipped(loader).values())
         assert total == NUM_FUZZED
+
+
+@pytest.mark.parametrize("turn", range(1, 9))
+def test_odd_exif_costs_no_picture(turn: int) -> None:
+    """The orientation counts; no other tag matters, however wrong it is."""
+    image = Image.effect_noise((20, 10), 50).convert("RGB")
+    for tag, value in ((0x0112, turn), (0x829A, "x"), (0x9204, b"\xff"), (1, 1e30)):
+        exif = Image.Exif()
+        exif[0x0112] = turn
+        exif[tag] = value
+        buffer = io.BytesIO()
+        image.save(buffer, "PNG", exif=exif.tobytes())
+        found = decode_image(buffer.getvalue(), max_pixels=1000)
+        plain = Image.Exif()
+        plain[0x0112] = turn
+        buffer = io.BytesIO()
+        image.save(buffer, "PNG", exif=plain)
+        expected = ImageOps.exif_transpose(Image.open(buffer))
+        assert found.tobytes() == expected.tobytes(), (turn, tag)
+
+
+def test_exif_that_cannot_be_read_costs_no_picture() -> None:
+    image = Image.new("RGB", (20, 10), (255, 0, 0))
+    for exif in (b"Exif\0\0II*\0\xff\xff\xff\xff", b"Exif\0\0MM", b"Exif\0\0II*\0\x08\0\0\0\xff\xff"):
+        buffer = io.BytesIO()
+        image.save(buffer, "JPEG", exif=exif)
+        assert decode_image(buffer.getvalue(), max_pixels=1000).size == (20, 10)
 
 
 def test_exif_orientation_is_applied() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import logging
 import os
@@ -9,6 +10,7 @@ import shutil
 import tarfile
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tyro
@@ -276,6 +278,61 @@ def test_no_sources_and_only_known_ones(tmp_path: Path) -> None:
         build()
     with pytest.raises(ValueError, match="named by an earlier source"):
         build(tmp_path, *shards)
+
+
+def test_one_file_under_several_names_counts_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_shards(tmp_path / "a", [2, 3])
+    (tmp_path / "a" / "latest.tar").symlink_to("00000.tar")
+    monkeypatch.chdir(tmp_path)
+    assert build("a").num_samples == 5
+    assert build("a/00000.tar", f"file://{tmp_path}/a/{{00000..00001}}.tar").num_samples == 5
+    assert not caplog.records
+    shutil.copy("a/00000.tar", "a/copy.tar")
+    assert build("a").num_samples == 7
+    assert "1 shards look like copies of others" in caplog.text
+
+
+def test_lists_that_name_nothing_or_themselves(tmp_path: Path) -> None:
+    make_shards(tmp_path, [1])
+    listing = tmp_path / "list.txt"
+    for content, message in (
+        (b"", "lists no shard"),
+        (b"# nothing\n\n", "lists no shard"),
+        (str(listing).encode(), "leads back to itself"),
+        (b"caf\xe9.tar", r"list\.txt: not UTF-8 \(.* at byte 3\)"),
+    ):
+        listing.write_bytes(content)
+        with pytest.raises(ValueError, match=message):
+            build(listing)
+    listing.write_text("\ufeff" + str(tmp_path / "00000.tar"))  # an editor's mark
+    assert build(listing).num_samples == 1
+
+
+def test_joined_archives_are_damaged(tmp_path: Path) -> None:
+    """Every tar reader stops at the first end: half of the samples would be gone in silence."""
+    names = make_shards(tmp_path / "a", [2, 3])
+    joined = b"".join(Path(name).read_bytes() for name in names)
+    (tmp_path / "joined.tar").write_bytes(joined)
+    (tmp_path / "joined.tar.gz").write_bytes(gzip.compress(joined))
+    for source in (
+        *(tmp_path / "joined.tar", tmp_path / "joined.tar.gz"),
+        f"pipe:cat {tmp_path}/joined.tar",
+    ):
+        index = build_index([str(source)], cache=None, max_bad_shards=1.0)
+        assert index.num_samples == 2
+        assert "damaged_shard: data after the end-of-archive" in index.shards[0].damage
+    padded = Path(names[0]).read_bytes() + bytes(100_000)
+    (tmp_path / "padded.tar").write_bytes(padded)
+    assert not build(tmp_path / "padded.tar").shards[0].damage
+
+
+@pytest.mark.parametrize("options", [{"num_workers": -3}, {"max_bad_shards": 7.0}], ids=str)
+def test_settings_out_of_range(tmp_path: Path, options: dict[str, Any]) -> None:
+    make_shards(tmp_path, [1])
+    with pytest.raises(ValueError, match=next(iter(options))):
+        build_index([str(tmp_path)], cache=None, **options)
 
 
 def test_many_damaged_shards_are_refused_few_are_reported(

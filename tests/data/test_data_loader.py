@@ -277,9 +277,9 @@ def test_state_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     state = loader.state_dict()
     with pytest.raises(ValueError, match=r"rank 1's of 2 ranks .*merge_states"):
         make_loader(shards).load_state_dict(state)
-    with pytest.raises(ValueError, match="seed of the data was 3, now it is 4"):
+    with pytest.raises(ValueError, match="--seed was 3, now it is 4"):
         make_loader(shards, rank=1, world_size=2, seed=4).load_state_dict(state)
-    with pytest.raises(ValueError, match="fingerprint of the data was"):
+    with pytest.raises(ValueError, match="fingerprint\\) was"):
         make_loader(shards[:1], rank=1, world_size=2).load_state_dict(state)
     with pytest.raises(ValueError, match="not the states of all ranks"):
         TrainLoader.merge_states([state])

@@ -199,3 +199,9 @@ def test_weights_are_shares_of_samples() -> None:
     assert abs((ids < 300).mean() - 0.75) < 0.03
     assert ((ids >= 300) & (ids < 320)).mean() == pytest.approx(0.25, abs=0.03)
     assert (ids < 320).all()
+
+
+@pytest.mark.parametrize("weights", [(1.0, 9.0), (0.0, 9.0)])
+def test_a_weight_for_a_source_without_samples_is_refused(weights: tuple[float, ...]) -> None:
+    with pytest.raises(ValueError, match=r"gives 9 to entry 2 of data\.shards, which holds no"):
+        draw_chances([3, 0], [0, 1], weights)

@@ -147,6 +147,34 @@ def test_fix_refuses_folders_that_would_be_overwritten(tmp_path: Path) -> None:
         validate_shards([str(tmp_path / "a"), str(tmp_path / "b")], fix=tmp_path / "c")
 
 
+def test_fix_never_writes_over_anything(tmp_path: Path) -> None:
+    make_shards(tmp_path / "a", [1])
+    make_shards(tmp_path / "b", [1], first=5)
+    out = tmp_path / "out"
+    validate_shards([str(tmp_path / "a")], fix=out)
+    before = (out / "00000.tar").read_bytes()
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links" / "00000.tar").symlink_to(out / "00000.tar")
+    for source in (tmp_path / "b", tmp_path / "links"):
+        with pytest.raises(ValueError, match=r"00000\.tar is there already"):
+            validate_shards([str(source)], fix=out)
+    with pytest.raises(ValueError, match="holds the shards themselves"):
+        validate_shards([f"file://{out}/00000.tar"], fix=out)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="cannot make that folder"):
+        validate_shards([str(tmp_path / "b")], fix=tmp_path / "file")
+    assert (out / "00000.tar").read_bytes() == before
+
+
+def test_output_that_cannot_be_written_is_told_first(tmp_path: Path) -> None:
+    make_shards(tmp_path, [1])
+    (tmp_path / "file").write_text("")
+    for output in (tmp_path, tmp_path / "file" / "x.json"):
+        command = ValidateCommand((str(tmp_path / "nothing.tar"),), num_workers=0, json=output)
+        with pytest.raises(ValueError, match="--json .*: cannot write there"):
+            command.run()
+
+
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_shards(tmp_path, [2])
     arguments = [str(tmp_path), "--num_workers", "0"]

@@ -163,6 +163,29 @@ def test_export_is_an_open_clip_file(run: TrainConfig, tmp_path: Path, ending: s
         torch.testing.assert_close(model.encode_text(text), own_text, rtol=0, atol=0)
 
 
+def test_epochs_end_where_they_were_asked_to_after_a_change_of_batch(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """64 samples: 8 steps of 8 are an epoch, or 4 of 16."""
+    config = dataclasses.replace(
+        configuration(tmp_path, zero=False),
+        steps=None,
+        epochs=1.0,
+        global_batch_size=8,
+        evaluation=EvaluationConfig(),
+    )
+    train_to_the_end(0, 1, config)
+    longer = dataclasses.replace(config, epochs=2.0, global_batch_size=16, resume="latest")
+    train_to_the_end(0, 1, longer)
+    steps = [line["step"] for line in read_metrics(tmp_path / "run") if "loss" in line]
+    assert steps == list(range(1, 8 + 4 + 1))
+    assert read_config(tmp_path / "run" / "config.json").resume is None
+    caplog.clear()
+    with caplog.at_level("WARNING", logger="disco_ds"):
+        train_to_the_end(0, 1, longer)
+    assert "nothing is left to train" in caplog.text
+
+
 def test_single_process_runs_the_same_configuration(tmp_path: Path) -> None:
     config = dataclasses.replace(configuration(tmp_path, zero=False), steps=3)
     train_to_the_end(0, 1, config)

@@ -19,6 +19,7 @@ from disco_ds.checkpoint import (
     load_checkpoint,
     step_folder,
 )
+from disco_ds.checkpoint.folder import complete_folders, step_of
 from disco_ds.distributed import World
 
 
@@ -33,7 +34,10 @@ def snapshot(step: int) -> Snapshot:
 
 
 def save(root: Path, *steps: int, **config: Any) -> None:
-    writer = CheckpointWriter(root / "checkpoints", CheckpointConfig(**config), World())
+    """As a run does that goes on from the newest checkpoint."""
+    folder = root / "checkpoints"
+    first = max((step_of(path) or 0 for path in complete_folders(folder)), default=0)
+    writer = CheckpointWriter(folder, CheckpointConfig(**config), World(), first_step=first)
     for step in steps:
         writer.save(snapshot(step))
     writer.finish()
@@ -148,6 +152,32 @@ def test_leftovers_of_a_killed_save_are_ignored_and_removed(tmp_path: Path) -> N
     save(tmp_path, 3)
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert names == ["latest", "step_00000001", "step_00000003"]
+
+
+def test_what_a_resume_from_an_earlier_step_leaves_behind_is_set_aside(tmp_path: Path) -> None:
+    """Or the newest checkpoints, and means of them, would be of two histories."""
+    save(tmp_path, 2, 4, 6, keep_last=9)
+    folder = tmp_path / "checkpoints"
+    old = load_checkpoint(step_folder(folder, 4), World()).optimizer["exp_avg/weight"].clone()
+    writer = CheckpointWriter(folder, CheckpointConfig(keep_last=2), World(), first_step=2)
+    for step in (4, 5):  # the 4 of the first history makes way
+        writer.save(snapshot(step))
+    assert [path.name for path in complete_folders(folder)] == ["step_00000004", "step_00000005"]
+    aside = folder / "abandoned"
+    assert sorted(path.name for path in aside.iterdir()) == ["step_00000004", "step_00000006"]
+    kept = load_checkpoint(aside / "step_00000004", World()).optimizer["exp_avg/weight"]
+    assert torch.equal(kept, old)
+
+
+def test_a_users_copies_are_left_alone(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    folder = tmp_path / "checkpoints"
+    for name in ("step_00000001_keep", "step_best", "mine"):
+        shutil.copytree(step_folder(folder, 1), folder / name)
+    save(tmp_path, 2, 3, 4, keep_last=1, every_steps=1, keep_every_steps=2)
+    assert sorted(path.name for path in folder.iterdir()) == [
+        *("latest", "mine", "step_00000001_keep", "step_00000002", "step_00000004", "step_best"),
+    ]
 
 
 def test_every_jth_is_kept(tmp_path: Path) -> None:

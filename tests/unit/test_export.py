@@ -162,11 +162,13 @@ def test_averages(tmp_path: Path) -> None:
 def test_refusals(tmp_path: Path) -> None:
     run = run_with(tmp_path / "run", "disco-demo-rn", steps=(1, 2))
     other = run_with(tmp_path / "other", "disco-demo-vit")
+    (tmp_path / "clip.json").write_text('{"mine": 1}')
     cases = [
         (r"w\.ckpt: an export ends in", lambda: export(run, tmp_path / "w.ckpt")),
         (r"no complete checkpoint", lambda: export(tmp_path / "none", tmp_path / "w.pt")),
         (r"only checkpoints of one model", lambda: export([run, other], tmp_path / "w.pt")),
         (r"average_last 3: .* has 2", lambda: export(run, tmp_path / "w.pt", average_last=3)),
+        (r"clip\.json is there and no model", lambda: export(run, tmp_path / "clip.pt")),
         (
             r"needs one run folder",
             lambda: export([run, other], tmp_path / "w.pt", average_last=2),
