@@ -175,7 +175,12 @@ class Trainer:
     def _write_configuration(self) -> None:
         if not self.world.is_main:
             return
-        folder = self.plan.run_dir
+        try:
+            self._write_settings(self.plan.run_dir)
+        except OSError as error:
+            raise OSError(f"cannot write in {self.plan.run_dir}: {error}") from error
+
+    def _write_settings(self, folder: Path) -> None:
         record_start(folder, self.world, strategy=self.strategy.name, total_steps=self.total_steps)
         # Without --resume: --config of this file is a run from the start.
         plain = as_plain(replace(self.config, resume=None))

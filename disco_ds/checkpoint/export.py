@@ -17,6 +17,7 @@ import torch
 import tyro
 from torch import Tensor
 
+from disco_ds.checkpoint import torch_file
 from disco_ds.checkpoint.find import find_checkpoint
 from disco_ds.checkpoint.folder import MODEL_FILE, STATE_FILE, complete_folders
 from disco_ds.checkpoint.read import verify_checkpoint
@@ -159,8 +160,7 @@ def _write_file(
                 source = merged
                 _write_safetensors(weights, merged, dtype)
             content = {"name": state["model"], "epoch": state["epoch"]}
-            with partial.open("wb") as file:  # given a path, torch hides that the disk is full
-                torch.save({**content, "state_dict": load_file(source)}, file)
+            torch_file.save({**content, "state_dict": load_file(source)}, partial)
         partial.replace(output)
     finally:
         for path in (partial, merged):

@@ -12,9 +12,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from disco_ds.checkpoint import torch_file
 from disco_ds.checkpoint.config import CheckpointConfig
 from disco_ds.checkpoint.folder import (
     ABANDONED_FOLDER,
@@ -236,8 +236,7 @@ def _reason(error: Exception, partial: Path) -> str:
 
 def _write_files(partial: Path, snapshot: Snapshot, world: World) -> Manifest:
     own = partial / rank_file(world.rank)
-    with own.open("wb") as file:  # given a path, torch hides that the disk is full
-        torch.save(snapshot.rank_state, file)
+    torch_file.save(snapshot.rank_state, own)
     manifest = {own.name: _flushed(own)}
     if world.is_main:
         state = {

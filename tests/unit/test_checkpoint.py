@@ -18,6 +18,7 @@ from disco_ds.checkpoint import (
     find_checkpoint,
     load_checkpoint,
     step_folder,
+    torch_file,
 )
 from disco_ds.checkpoint.folder import complete_folders, step_of
 from disco_ds.distributed import World
@@ -216,3 +217,9 @@ def test_everything_loads_weights_only(tmp_path: Path) -> None:
     save(tmp_path, 1)
     for path in step_folder(tmp_path / "checkpoints", 1).glob("*.pt"):
         torch.load(path, weights_only=True)
+
+
+def test_a_full_disk_is_named() -> None:
+    """torch's own error is about positions in its file."""
+    with pytest.raises(OSError, match="No space left on device"):
+        torch_file.save({"u": torch.zeros(1_000_000)}, Path("/dev/full"))
