@@ -51,6 +51,11 @@ class PlanWatch:
         self._write()
         self._peak = PeakMeasure(self._world.device).start()
 
+    def step_begins(self) -> None:
+        """Before every step."""
+        if self._peak is not None:
+            self._peak.step_begins()
+
     def step_taken(self) -> None:
         """After every step, taken or skipped."""
         if self._peak is not None:

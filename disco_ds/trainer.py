@@ -226,6 +226,7 @@ class Trainer:
         while self.counters.step < self.total_steps:
             self.watchdog.enter("waiting for data", steps_taken=self.counters.step)
             batch = next(batches)
+            self.plan_watch.step_begins()
             values = self._train_step(batch)
             self.plan_watch.step_taken()
             clock.pairs += config.global_batch_size

@@ -15,7 +15,12 @@ from pathlib import Path
 # Works from a checkout that is not installed, too.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from disco_ds.launch.cli import main
+try:
+    from disco_ds.launch.cli import main
+except ModuleNotFoundError as error:
+    if error.name != "submitit":
+        raise
+    sys.exit("error: the launcher needs submitit: pip install -e '.[launch]'")
 
 if __name__ == "__main__":
     sys.exit(main())

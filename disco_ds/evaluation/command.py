@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import re
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -41,8 +44,8 @@ class EvaluateCommand:
     """A run folder, a checkpoint folder, a Hugging Face folder, or a file of open_clip weights."""
 
     data: tuple[str, ...] = ()
-    """Sets: CLIP_benchmark's webdataset folders, image folders, shards of image-caption pairs, or
-    the demo data. Those of the run when not given."""
+    """Sets, each evaluated by itself: CLIP_benchmark's webdataset folders, image folders, shards of
+    image-caption pairs, or the demo data. Those of the run when not given."""
 
     model: str | None = None
     """open_clip's name of the model, for weights that come without its configuration."""
@@ -98,16 +101,35 @@ class EvaluateCommand:
         if precision == "auto":
             precision = (weights.run_config or {}).get("precision", "fp32")
         encoder = FrozenModel(clip.encoders, world, precision=precision)
-        evaluator = Evaluator(config, tasks, clip.eval_transform, clip.tokenize, clip.image_size)
-        found = evaluator.evaluate(encoder)
+        found = Evaluation()
+        for name, part in self._parts(config).items():
+            own = tasks if part.zero_shot else ()
+            evaluator = Evaluator(part, own, clip.eval_transform, clip.tokenize, clip.image_size)
+            _add(found, evaluator.evaluate(encoder), name)
         if world.is_main:
             self._report(found, weights)
         return 0
+
+    def _parts(self, config: EvaluationConfig) -> dict[str, EvaluationConfig]:
+        """By name: every retrieval set that was named alone, and classification with the first.
+
+        Without ``--data`` they are one set, as in the run.
+        """
+        if not self.data or len(config.retrieval) < 2:
+            return {"": config}
+        names = unique_names(config.retrieval)
+        parts = {
+            name: replace(config, retrieval=(source,), zero_shot=())
+            for name, source in zip(names, config.retrieval, strict=True)
+        }
+        return parts | {names[0]: replace(parts[names[0]], zero_shot=config.zero_shot)}
 
     @staticmethod
     def _check_output(output: Path) -> None:
         try:
             output.parent.mkdir(parents=True, exist_ok=True)
+            if output.is_dir():
+                raise IsADirectoryError(errno.EISDIR, "it is a folder")
             output.touch()
         except OSError as error:
             raise ValueError(f"--output {output}: cannot write it ({error.strerror})") from error
@@ -138,6 +160,28 @@ class EvaluateCommand:
             content = {"step": weights.step, "source": str(self.source), **asdict(found)}
             self.output.write_text(json.dumps(content))
             print(self.output)  # noqa: T201
+
+
+def _add(total: Evaluation, part: Evaluation, name: str) -> None:
+    """Put one set's results with the others, under ``retrieval_NAME`` where it has a name."""
+    own = f"retrieval_{name}" if name else "retrieval"
+    for key, value in part.values.items():
+        head, kind, metric = key.split("/", 2)
+        total.values[f"{head}/{own if kind == 'retrieval' else kind}/{metric}"] = value
+    total.zero_shot.update(part.zero_shot)
+    if "retrieval" in part.retrieval:
+        total.retrieval[own] = part.retrieval["retrieval"]
+
+
+def unique_names(sources: Sequence[str]) -> list[str]:
+    """What tells sources apart: the last parts of their paths, as few as will do."""
+    paths = [Path(source.removesuffix("/")) for source in sources]
+    for count in range(1, max(len(path.parts) for path in paths) + 1):
+        words = ["_".join([*path.parts[-count:-1], path.stem]) for path in paths]
+        names = [re.sub(r"[^A-Za-z0-9.]+", "_", word).strip("_") for word in words]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{number}" for number in range(1, len(paths) + 1)]
 
 
 def sort_sets(data: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:

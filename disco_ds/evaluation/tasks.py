@@ -69,6 +69,9 @@ class ZeroShotTask:
         return template.replace("{c}", name).replace("{}", name)
 
 
+SPLITS = frozenset(("train", "training", "val", "valid", "validation", "test", "dev"))
+
+
 def is_image_folder(folder: Path) -> bool:
     """Whether a folder holds one folder of images per class rather than shards."""
     if (folder / "test" / "nshards.txt").is_file() or (folder / "nshards.txt").is_file():
@@ -84,6 +87,11 @@ def _class_folders(folder: Path) -> list[str]:
 
 def _image_folder_task(folder: Path, classes: str | None, templates: str | None) -> ZeroShotTask:
     folders = _class_folders(folder)
+    if set(folders) <= SPLITS:
+        raise ValueError(
+            f"zero-shot set {folder}: {', '.join(folders)} are splits, not classes: name one of "
+            f"them, such as {folder / folders[-1]}"
+        )
     own_classes, own_templates = folder / CLASS_FILE, folder / TEMPLATE_FILE
     named = classes or (str(own_classes) if own_classes.is_file() else None)
     names = read_classes(named) if named else tuple(name.replace("_", " ") for name in folders)

@@ -64,6 +64,8 @@ def find_weights(source: Path, model: str | None) -> Weights:
         return _of_file(source, model)
     folder = find_checkpoint(source, str(source))
     assert folder is not None
+    if model is not None:
+        raise ValueError(f"--model {model}: {folder} says which model it is; leave the flag out")
     verify_checkpoint(folder)
     state = json.loads((folder / STATE_FILE).read_text())
     return Weights(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -106,6 +107,11 @@ class ArrayCommand:
         sweep = sweep.with_grid(dict(sweeps.parse_set(text) for text in self.set))
         if self.sweep is None and not self.set:
             raise ValueError("array needs --sweep FILE or --set SETTING=VALUE,VALUE")
+        if any(word.partition("=")[0] in ("--run_dir", "--run-dir") for word in arguments):
+            raise ValueError(
+                "--run_dir: every member of an array has a folder of its own; --sweep_dir is "
+                "where they lie"
+            )
         folder = (self.sweep_dir or self._default_folder()).absolute()
         members = plan_sweep(arguments, self.resources, sweep, folder)
         chosen, left_out = select_members(members, retry_failed=self.retry_failed)
@@ -165,7 +171,9 @@ def preview(
         say(script)
         say("# ---- train.py, in each rank ----")
         for member in members:
-            say(f"# {' '.join(member.arguments)} --run_dir {member.run_dir} --resume latest")
+            start = member.config.resume or "latest"
+            words = [*member.arguments, "--run_dir", str(member.run_dir), "--resume", start]
+            say(f"# {shlex.join(words)}")
         say("# ---- variables of each rank ----")
         say(rank_table(resources))
     if command.check:

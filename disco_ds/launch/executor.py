@@ -34,6 +34,34 @@ KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", *(f"SBATCH_{name.upper()}" for name in S
 BINDING = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "OMP_NUM_THREADS")
 
 
+# Options of sbatch that the rest of the job script counts on, and what sets them.
+OWNED = {
+    "array": "a sweep (slurm.py array)",
+    "nodes": "nodes",
+    "N": "nodes",
+    "ntasks": "nodes and ranks_per_node",
+    "n": "nodes and ranks_per_node",
+    "ntasks-per-node": "ranks_per_node",
+    "gpus-per-node": "gpus_per_node",
+    "cpus-per-task": "cpus_per_gpu",
+    "c": "cpus_per_gpu",
+    "mem": "mem_gb",
+    "time": "time",
+    "t": "time",
+    "signal": "signal and signal_lead_seconds",
+    "requeue": "requeue",
+    "no-requeue": "requeue",
+    "output": "run_dir (logs lie there)",
+    "o": "run_dir (logs lie there)",
+    "error": "run_dir (logs lie there)",
+    "e": "run_dir (logs lie there)",
+    "open-mode": "nothing; logs of attempts are kept apart",
+    "job-name": "nothing; it is the run's name",
+    "J": "nothing; it is the run's name",
+    "wrap": "nothing; the job runs train.py",
+}
+
+
 class DiscoExecutor(submitit.SlurmExecutor):  # type: ignore[misc]
     """submitit's Slurm executor; header and submission are its own, the body is ours.
 
@@ -80,8 +108,12 @@ def sbatch_parameters(resources: Resources, name: str) -> dict[str, Any]:
     optional["cpus_per_task"] = cpus_per_task(resources)
     optional["gpus_per_node"] = resources.gpus_per_node or None
     if resources.mem_gb is not None:
-        optional["mem"] = "0" if resources.mem_gb == 0 else f"{round(resources.mem_gb * 1024)}M"
+        mebibytes = max(1, round(resources.mem_gb * 1024))
+        optional["mem"] = "0" if resources.mem_gb == 0 else f"{mebibytes}M"  # 0: all of the node
     own = {key.lstrip("-"): value for key, value in resources.sbatch.items()}
+    for key in own:
+        if key in OWNED:
+            raise ValueError(f"sbatch: {key}: the launcher decides it; set {OWNED[key]}")
     more: dict[str, Any] = {
         # To the batch shell alone: ranks, data workers and compilers are not signalled.
         "signal": f"B:{resources.signal}@{resources.signal_lead_seconds}",

@@ -41,7 +41,8 @@ HINTS = (
         "a port is taken: leave MASTER_PORT to the launcher (no MASTER_PORT in env or setup)",
     ),
     (
-        r"checkpoint.*(not found|no such|missing|damaged)|No such file.*checkpoint|--resume",
+        r"checkpoint.*(not found|no such|missing|damaged)|No such file.*checkpoint"
+        r"|error: .*--resume",
         "the checkpoint to resume from is missing or damaged: see --resume and RUN/checkpoints",
     ),
     (
@@ -56,6 +57,10 @@ HINTS = (
         "killed from outside: main memory (see the node's kernel log), or somebody",
     ),
 )
+
+
+CAUSE = re.compile(r"^error: |^[\w.]*(Error|Exception|Killed|SIGKILL)\b")
+NO_CAUSE = re.compile(r"[Ww]arning|starting fresh")
 
 
 @dataclass(frozen=True)
@@ -169,4 +174,11 @@ def _lines(path: Path) -> list[str]:
 
 
 def _hint(text: str) -> str | None:
-    return next((hint for pattern, hint in HINTS if re.search(pattern, text)), None)
+    """From the line that says what went wrong, if there is one, else from all but warnings."""
+    lines = [line for line in text.splitlines() if not NO_CAUSE.search(line)]
+    for part in ([line for line in lines if CAUSE.search(line)], lines):
+        joined = "\n".join(part)
+        for pattern, hint in HINTS:
+            if re.search(pattern, joined):
+                return hint
+    return None

@@ -39,6 +39,15 @@ class Event:
     reason: str = ""
 
 
+def _event(line: str) -> Event | None:
+    """A line of ``events.tsv``; None where it is cut off or damaged."""
+    fields = line.split("\t")
+    try:
+        return Event(float(fields[0]), *fields[1:6]) if len(fields) >= 3 else None
+    except ValueError:
+        return None
+
+
 @dataclass(frozen=True)
 class RunFolder:
     """A run folder as the launcher sees it."""
@@ -71,11 +80,7 @@ class RunFolder:
             lines = (self.launch / "events.tsv").read_text().splitlines()
         except OSError:
             return []
-        return [
-            Event(float(fields[0]), *fields[1:6])
-            for line in lines
-            if len(fields := line.split("\t")) >= 3
-        ]
+        return [event for line in lines if (event := _event(line)) is not None]
 
     def add_event(self, event: Event) -> None:
         """Append one line, as the job script does."""
@@ -98,9 +103,10 @@ class RunFolder:
         """The id of a submitted job that has not started."""
         try:
             content = json.loads((self.launch / "submitted.json").read_text())
-        except OSError:
+            job, before = str(content["job"]), int(content["events_before"])
+        except (OSError, ValueError, TypeError, KeyError):  # not there, or cut off
             return None
-        return content["job"] if len(self.events()) <= content["events_before"] else None
+        return job if len(self.events()) <= before else None
 
     def job(self) -> str | None:
         """The id of the newest job."""

@@ -233,8 +233,11 @@ def table(states: Sequence[RunState]) -> str:
 
 
 def _cells(state: RunState) -> tuple[str, ...]:
-    def number(value: float | None, form: str) -> str:
-        return "-" if value is None else format(value, form)
+    def number(value: object, form: str) -> str:
+        """A dash for what is missing, or is no number in a damaged file."""
+        if not isinstance(value, int | float):
+            return "-"
+        return format(int(value) if form == "d" else value, form)
 
     return (
         str(state.run.path),

@@ -126,7 +126,8 @@ def _sequence(content: object, where: str) -> Sequence[object]:
 
 
 def _key(key: str) -> str:
-    return key.removeprefix("--")
+    """A setting's name as train.py knows it: a flag may be spelt with hyphens."""
+    return key.removeprefix("--").replace("-", "_")
 
 
 def _values(value: object) -> Values:
@@ -150,16 +151,17 @@ def as_arguments(overrides: Overrides) -> list[str]:
 def strip_arguments(arguments: Sequence[str], overrides: Overrides) -> list[str]:
     """The common arguments without those that a member sets itself."""
     kept: list[str] = []
-    drop = False
+    drop = False  # values that follow a flag belong to it
     for argument in arguments:
-        flag = argument.partition("=")[0]
-        if argument.startswith("--"):
-            drop = flag.removeprefix("--") in overrides
-        elif argument.startswith("loss:"):
+        flag, equals, _ = argument.partition("=")
+        is_loss = argument.startswith("loss:")
+        if flag.startswith("--"):
+            drop = _key(flag) in overrides
+        elif is_loss:
             drop = "loss" in overrides
         if not drop:
             kept.append(argument)
-        if "=" in argument or argument.startswith("loss:"):
+        if is_loss or (flag.startswith("--") and equals):
             drop = False
     return kept
 

@@ -25,7 +25,7 @@ from disco_ds.planner.table import full_table, rows_table, trace_table
 from disco_ds.planner.trace import Trace
 from disco_ds.planner.units import parse_bytes, parse_flops, parse_rate
 from disco_ds.strategies.config import EngineConfig, Precision
-from disco_ds.strategies.ds_config import read_ds_config
+from disco_ds.strategies.ds_config import read_comm_hook, read_ds_config
 from disco_ds.strategies.ds_keys import check_keys
 
 DONE, DOES_NOT_FIT = 0, 1
@@ -231,6 +231,11 @@ class PlanCommand:
         asked = [f"--{name}" for name in ("solve", "compare", "trace") if getattr(self, name)]
         if len(asked) > 1:
             raise ValueError(f"{' and '.join(asked)}: one at a time, leave out the others")
+        if asked and asked[0] != "--trace" and self.deepspeed_config is not None:
+            raise ValueError(
+                f"{asked[0]} looks at several strategies, --deepspeed_config "
+                f"{self.deepspeed_config} is for one: leave one of them out"
+            )
         disco, fastclip = self.loss == "disco", self.loss == "fastclip"
         conditions = [
             ("gradient_reduction", disco, "--loss disco"),
@@ -277,7 +282,9 @@ class PlanCommand:
                 activation_checkpointing=self.activation_checkpointing,
                 checkpoint_every=self.checkpoint_every,
             ),
-            global_batch_size=self.global_batch_size or max(2, self.gpus),
+            global_batch_size=(
+                max(2, self.gpus) if self.global_batch_size is None else self.global_batch_size
+            ),
             world_size=self.gpus,
             micro_batch_size=self.micro_batch_size,
             precision=self.precision,
@@ -300,7 +307,8 @@ class PlanCommand:
                 f"--deepspeed_config {self.deepspeed_config} is one for {name}, but --strategy is "
                 f"{self.strategy}: use --strategy {name}"
             )
-        return replace(request, ds_config=given)
+        read_comm_hook(str(self.deepspeed_config), given)
+        return replace(request, ds_config=given, ds_source=str(self.deepspeed_config))
 
     def _loss(self) -> LossConfig:
         common: dict[str, Any] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from disco_ds.planner.comm import ipg_buckets, padded_unit
@@ -14,7 +15,9 @@ Parts = dict[str, float]
 # Bytes of optimizer state per element, beside the fp32 weight.
 OPTIMIZER_BYTES = {"adamw": 8, "lamb": 8, "lion": 4, "sgdm": 4}
 # Temporaries of a step that updates all tensors at once, per element; adamw is fused.
-FOREACH_BYTES = {"adamw": 0, "lamb": 12, "lion": 4, "sgdm": 4}
+FOREACH_BYTES = {"adamw": 0, "lamb": 8, "lion": 4, "sgdm": 4}
+# The same under FSDP2: some in-place operators of sharded tensors work out of place.
+SHARDED_FOREACH_BYTES = {**FOREACH_BYTES, "sgdm": 12}
 DEFAULT_ZERO_BUCKET = 500_000_000
 
 
@@ -86,14 +89,20 @@ def _replicated(request: PlanRequest, profile: Profile, like_cuda: bool) -> Engi
     return EngineMemory(rest, share, accumulated, flush=flush, step=step)
 
 
-def _temporaries(request: PlanRequest, elements: float, largest: int, like_cuda: bool) -> float:
+def _temporaries(
+    request: PlanRequest,
+    elements: float,
+    largest: int,
+    like_cuda: bool,
+    foreach_bytes: Mapping[str, int] = FOREACH_BYTES,
+) -> float:
     """On a GPU optimizers update all tensors at once, on a CPU one by one (two temporaries).
 
     AdamW is one kernel on both, without temporaries.
     """
     if not like_cuda and request.optim.name != "adamw":
         return 8.0 * largest
-    return FOREACH_BYTES[request.optim.name] * elements
+    return foreach_bytes[request.optim.name] * elements
 
 
 def _partition(weights: Weights, world_size: int) -> int:
@@ -227,7 +236,7 @@ def _fsdp2(request: PlanRequest, profile: Profile, like_cuda: bool) -> EngineMem
     step: Parts = {
         "gradients": 4.0 * part,
         "optimizer temporaries": _temporaries(
-            request, part, max(weights.sizes) // world_size, like_cuda
+            request, part, max(weights.sizes) // world_size, like_cuda, SHARDED_FOREACH_BYTES
         ),
     }
     text = 4.0 if compute == 4 else 2.0

@@ -21,7 +21,7 @@ def make_strategy(request: PlanRequest, world: World) -> Strategy:
         ValueError: the request contradicts itself, as for a run.
     """
     if request.stage is not None:
-        source = f"ds_configs/{request.strategy}.json"
+        source = request.ds_source or f"ds_configs/{request.strategy}.json"
         config = resolve_ds_config(source, request.given_ds_config, request.numbers)
         return ZeroStrategy(world, ds_config=config, engine=request.engine)
     kinds: dict[str, Callable[..., Strategy]] = {

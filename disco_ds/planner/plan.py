@@ -70,14 +70,25 @@ def make_plan(request: PlanRequest, hardware: Hardware) -> Plan:
 
 
 def profile_of(request: PlanRequest, *, like_cuda: bool = True) -> Profile:
-    """The profile that a request needs."""
-    return profile(
-        request.model,
-        request.precision,
-        autocast=request.autocast,
-        module_hooks=request.stage == 3,
-        like_cuda=like_cuda,
-    )
+    """The profile that a request needs.
+
+    Raises:
+        ValueError: the model's text tower needs files that are not here.
+    """
+    try:
+        return profile(
+            request.model,
+            request.precision,
+            autocast=request.autocast,
+            module_hooks=request.stage == 3,
+            like_cuda=like_cuda,
+        )
+    except OSError as error:
+        said = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"--model {request.model.name}: needs files of the Hugging Face hub that are not in "
+            f"the cache ({said}); fetch them once where there is a network"
+        ) from error
 
 
 def check_model(name: str) -> None:

@@ -72,6 +72,8 @@ class PlanRequest:
     engine: EngineConfig = field(default_factory=EngineConfig)
     ds_config: Mapping[str, Any] | None = None
     """DeepSpeed JSON as given; that of ``ds_configs/`` when None."""
+    ds_source: str | None = None
+    """Its file, for messages."""
     num_samples: int = 0
     """Samples of the data set, for the tables of FastCLIP."""
 

@@ -206,25 +206,27 @@ class PeakMeasure:
             self._meter.__enter__()
         return self
 
+    def step_begins(self) -> None:
+        """Tell that a step begins: what lies between two of them (a save) is not counted."""
+        if self._meter is not None and self._steps == self.COUNTED_STEP - 1:
+            self._meter.restart()
+
     def step_taken(self) -> None:
         """Tell that an optimizer step was taken or skipped."""
         self._steps += 1
-        if self._meter is None:
-            return
-        if self._steps == self.COUNTED_STEP - 1:
-            self._meter.restart()
-        elif self._steps == self.COUNTED_STEP:
+        if self._meter is not None and self._steps == self.COUNTED_STEP:
             self.stop()
 
     def stop(self) -> None:
         """End counting on a CPU; harmless otherwise."""
         if self._meter is not None:
-            self._peak = float(self._meter.peak().bytes)
+            if self._steps >= self.COUNTED_STEP:
+                self._peak = float(self._meter.peak().bytes)
             self._meter.__exit__(None, None, None)
             self._meter = None
 
     def peak(self) -> float:
-        """Bytes at the peak; of everything so far where fewer steps were taken."""
+        """Bytes at the peak; on a CPU 0 where no step was counted."""
         if self._device.type == "cuda":
             return float(torch.cuda.max_memory_allocated(self._device))
         self.stop()

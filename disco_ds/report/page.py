@@ -9,7 +9,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined, UndefinedError
 from markupsafe import Markup
 
 from disco_ds.report.charts import NUM_COLOURS, short
@@ -21,6 +21,7 @@ from disco_ds.report.tables import (
     overview,
     plan_table,
     settings_table,
+    values_table,
     versions_table,
 )
 
@@ -32,7 +33,7 @@ def write_report(run_dirs: Sequence[Path], output: Path) -> Path:
         ValueError: a folder is no run folder, or ``output`` cannot be written.
     """
     runs = [read_run(folder) for folder in run_dirs]
-    text = render(_distinct(runs))
+    text = _rendered(_distinct(runs))
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         partial = output.with_name(f".{output.name}.partial")
@@ -41,6 +42,24 @@ def write_report(run_dirs: Sequence[Path], output: Path) -> Path:
     except OSError as error:
         raise ValueError(f"{output}: cannot write the report ({error.strerror})") from error
     return output
+
+
+UNREADABLE = (UndefinedError, TypeError, ValueError, KeyError, AttributeError, OverflowError)
+
+
+def _rendered(runs: Sequence[RunRecord]) -> str:
+    """The page, or which folder holds something that no run writes."""
+    try:
+        return render(runs)
+    except UNREADABLE as error:
+        for run in runs:
+            try:
+                render([run])
+            except UNREADABLE as own:
+                raise ValueError(
+                    f"{run.folder}: its files are not what a run writes ({own})"
+                ) from error
+        raise
 
 
 def _distinct(runs: Sequence[RunRecord]) -> list[RunRecord]:
@@ -70,12 +89,22 @@ def render(runs: Sequence[RunRecord]) -> str:
         settings=settings_table(runs) if len(runs) > 1 else None,
         charts=charts(runs),
         evaluations=evaluation_tables(runs),
+        looks=[(run, look) for run in runs for look in _looks(run)],
         data=data_table(runs),
         plans=[table for run in runs if (table := plan_table(run))],
         versions=versions_table(runs),
         configs=[(run.name, json.dumps(run.config, indent=2)) for run in runs if run.config],
         written=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
     )
+
+
+def _looks(run: RunRecord) -> list[dict[str, Any]]:
+    """Evaluations to look at closely: the run's newest, then those made afterwards."""
+    own = [{"title": "at a closer look", "table": None, **run.details}] if run.details else []
+    return own + [
+        {"title": f"evaluated as {other['name']}", "table": values_table(other["values"]), **other}
+        for other in run.others
+    ]
 
 
 def _asset(name: str) -> str:

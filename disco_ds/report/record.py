@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from disco_ds.metrics import METRICS_FILE, read_metrics
+from disco_ds.metrics import METRICS_FILE
 
 CONFIG_FILE = "config.json"
 INFO_FILE = "run.json"
@@ -34,6 +34,8 @@ class RunRecord:
     """``{"predicted": {...}, "measured": {...}}`` of the planner."""
     details: dict[str, Any]
     """The newest evaluation's confusions and pictures."""
+    others: tuple[dict[str, Any], ...] = ()
+    """What ``disco-ds evaluate -o RUN/evaluations/NAME.json`` found: ``name``, and as above."""
 
     def series(self, key: str) -> list[Point]:
         """(step, value) of every line that has the key; None where it was not finite."""
@@ -122,6 +124,7 @@ def read_run(folder: Path) -> RunRecord:
         outcome=outcome,
         plan=_read(folder / PLAN_FILE),
         details=_newest_details(folder / EVALUATIONS),
+        others=_other_evaluations(folder / EVALUATIONS),
     )
 
 
@@ -135,12 +138,19 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _read_lines(folder: Path) -> list[dict[str, Any]]:
-    try:
-        return [line for line in read_metrics(folder) if "step" in line]
-    except ValueError:
-        # A damaged line somewhere: read the others.
-        lines = (folder / METRICS_FILE).read_text(errors="replace").splitlines()
-        return [entry for line in lines if (entry := _parsed(line)) and "step" in entry]
+    """Damaged lines are left out, and of a line what is no number."""
+    lines = (folder / METRICS_FILE).read_text(errors="replace").splitlines()
+    entries = (_numbers(_parsed(line)) for line in lines)
+    return [entry for entry in entries if entry.get("step") is not None]
+
+
+def _numbers(line: dict[str, Any]) -> dict[str, float | None]:
+    """Finite numbers; None for those that are not finite (JSON has none) or that were None."""
+    return {
+        key: value if value is not None and math.isfinite(value) else None
+        for key, value in line.items()
+        if value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+    }
 
 
 def _parsed(line: str) -> dict[str, Any]:
@@ -152,5 +162,37 @@ def _parsed(line: str) -> dict[str, Any]:
 
 
 def _newest_details(folder: Path) -> dict[str, Any]:
-    found = [content for path in sorted(folder.glob("*.json")) if (content := _read(path))]
-    return max(found, key=lambda content: content.get("step") or 0, default={})
+    """Of the evaluations of the run itself."""
+    found = [_details(path) for path in sorted(folder.glob("step_*.json"))]
+    return max(found, key=lambda content: content["step"] or 0, default={})
+
+
+def _other_evaluations(folder: Path) -> tuple[dict[str, Any], ...]:
+    paths = [path for path in sorted(folder.glob("*.json")) if not path.name.startswith("step_")]
+    found = [{"name": path.stem, **_details(path)} for path in paths]
+    return tuple(entry for entry in found if entry["values"])
+
+
+def _details(path: Path) -> dict[str, Any]:
+    """An evaluation's file; parts that are not what they should be are left out."""
+    content = _read(path)
+    values, zero_shot, retrieval = (
+        part if isinstance(part := content.get(key), dict) else {}
+        for key in ("values", "zero_shot", "retrieval")
+    )
+    step = content.get("step")
+    return {
+        "step": step if isinstance(step, int) else None,
+        "source": str(content.get("source", "")),
+        "values": {
+            key: value
+            for key, value in _numbers(values).items()
+            if value is not None and key.count("/") >= 2
+        },
+        "zero_shot": {
+            name: task
+            for name, task in zero_shot.items()
+            if isinstance(task, dict) and isinstance(task.get("confusions"), list)
+        },
+        "retrieval": {name: found for name, found in retrieval.items() if isinstance(found, dict)},
+    }

@@ -67,6 +67,21 @@ def overview(runs: Sequence[RunRecord]) -> Table:
     return _table("", runs, rows)
 
 
+def values_table(values: dict[str, float]) -> Table:
+    """Results of one evaluation, chance beside what was reached."""
+    rows = []
+    for key, value in values.items():
+        _, name, metric = key.split("/", 2)
+        is_share = not (metric.startswith("num_") or metric.endswith("rank"))
+        chance = chance_of(key, values)
+        cells = [
+            Cell(f"{100 * value:.1f} %" if is_share else f"{value:,g}"),
+            Cell("" if chance is None else f"{100 * chance:.1f} %"),
+        ]
+        rows.append(Row(f"{set_title(name)}: {metric_title(metric)}", cells))
+    return Table("", ["", "chance"], rows)
+
+
 def _table(title: str, runs: Sequence[RunRecord], rows: Iterable[Row], *more: str) -> Table:
     """Without the rows in which no run has anything to say."""
     kept = [row for row in rows if any(cell.text for cell in row.cells)]

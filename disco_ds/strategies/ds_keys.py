@@ -39,6 +39,15 @@ ZERO = _words(
     log_trace_cache_warnings enable_sanity_checks leaf_module
     """
 )
+# Counts of elements.
+SIZES = _words("reduce_bucket_size allgather_bucket_size sub_group_size")
+SIZES_OR_ZERO = _words(
+    """
+    stage3_prefetch_bucket_size stage3_param_persistence_threshold
+    stage3_model_persistence_threshold stage3_max_live_parameters stage3_max_reuse_distance
+    """
+)
+WIRE = ("fp32", "bf16", "fp16")
 _SCALE = "the gradient scale belongs to the loss; remove the key"
 _OPTIM = "the optimizer is set with --optim.* ; remove the key"
 REFUSED = {
@@ -77,8 +86,39 @@ def check_keys(source: str, config: Mapping[str, Any]) -> None:
         raise ValueError(f'{source}: "zero_optimization" must be an object with a "stage"')
     _check_section(source, config, TOP_LEVEL, REFUSED)
     _check_section(f"{source}: zero_optimization", zero, ZERO, REFUSED_ZERO)
-    if zero.get("stage", 0) not in (0, 1, 2, 3):
-        raise ValueError(f'{source}: "stage" is {zero["stage"]!r}, must be 0, 1, 2 or 3')
+    stage = zero.get("stage", 0)
+    if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
+        raise ValueError(f'{source}: "stage" is {stage!r}, must be 0, 1, 2 or 3')
+    _check_objects(source, config, ("bf16", "fp16", "torch_autocast", "data_types"))
+    _check_objects(f"{source}: zero_optimization", zero, ("offload_param", "offload_optimizer"))
+    for key, value in zero.items():
+        lowest = 1 if key in SIZES else 0
+        if key in SIZES | SIZES_OR_ZERO and not (_is_number(value) and value >= lowest):
+            raise ValueError(
+                f'{source}: zero_optimization: "{key}" is {value!r}, must be a number, at least '
+                f"{lowest}; leave it out for DeepSpeed's own"
+            )
+    wire = config.get("communication_data_type")
+    if wire is not None and str(wire).lower() not in WIRE:
+        raise ValueError(
+            f'{source}: "communication_data_type" is {wire!r}, known are {", ".join(WIRE)}'
+        )
+    clipping = config.get("gradient_clipping")
+    if clipping not in (None, "auto") and not _is_number(clipping):
+        raise ValueError(f'{source}: "gradient_clipping" is {clipping!r}, must be a number')
+
+
+def _check_objects(source: str, section: Mapping[str, Any], keys: Iterable[str]) -> None:
+    for key in keys:
+        if not isinstance(section.get(key) or {}, dict):
+            raise ValueError(
+                f'{source}: "{key}" is {section[key]!r}, must be an object {{...}} as DeepSpeed '
+                "has it"
+            )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value == value
 
 
 def _check_section(

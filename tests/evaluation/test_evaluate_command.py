@@ -132,6 +132,11 @@ def test_an_exported_folder(tmp_path: Path) -> None:
     assert all(torch.equal(found[name], expected[name]) for name in found)
 
 
+def test_a_run_says_which_model_it_is() -> None:
+    with pytest.raises(ValueError, match=r"--model ViT-B-32: .*step_00000040 says which model"):
+        find_weights(two_ranks(), "ViT-B-32")
+
+
 def test_a_run_is_evaluated_on_its_own_sets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,6 +194,8 @@ def test_an_image_folder_with_a_users_files(tmp_path: Path) -> None:
         ({"data": ("nowhere.tar",)}, r"nowhere\.tar: no such shard"),
         ({"batch_size": 0}, r"batch_size 0: must be at least 1"),
         ({"chunk_size": 0}, r"chunk_size 0: must be at least 1"),
+        ({"output": Path("splits")}, r"--output splits: cannot write it \(it is a folder"),
+        ({"data": ("splits",)}, r"train, val are splits, not classes: name one .* splits/val"),
         ({"output": Path("x.txt/found.json")}, r"--output x\.txt/found\.json: cannot write it"),
     ],
 )
@@ -204,10 +211,29 @@ def test_what_is_wrong_is_said(
     save_file({k: v.contiguous() for k, v in model.state_dict().items()}, "w.safetensors")
     Path("x.txt").touch()
     Path("broken.pt").write_bytes(b"?")
+    for name in ("train", "val"):
+        Path("splits", name, "cat").mkdir(parents=True)
     arguments = {"source": "w.safetensors", "data": (pairs,), "model": MODEL, **change}
     arguments["source"] = Path(arguments["source"])
     with pytest.raises(ValueError, match=message):
         EvaluateCommand(**arguments).run()
+
+
+def test_several_retrieval_sets_are_several_results(model: torch.nn.Module, tmp_path: Path) -> None:
+    """Never one pool of all of them: no number of it could be compared with anything."""
+    weights = tmp_path / "w.safetensors"
+    save_file({key: value.contiguous() for key, value in model.state_dict().items()}, weights)
+    write_shards(tmp_path / "a" / "test", num_shards=1, per_shard=10)
+    write_shards(tmp_path / "b" / "test", num_shards=1, per_shard=14)
+    sets = tuple(str(tmp_path / name / "test") for name in "ab")
+    output = tmp_path / "out.json"
+    together = values(EvaluateCommand(weights, sets, MODEL, output), output)
+    for name, source, count in (("a_test", sets[0], 10), ("b_test", sets[1], 14)):
+        alone = values(EvaluateCommand(weights, (source,), MODEL, output), output)
+        assert alone["eval/retrieval/num_images"] == count
+        for key, value in alone.items():
+            assert together[key.replace("/retrieval/", f"/retrieval_{name}/")] == value
+    assert len(together) == 2 * len(alone)
 
 
 def test_ranks_report_an_error_once() -> None:

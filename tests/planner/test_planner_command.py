@@ -107,6 +107,7 @@ def test_plot(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         ({"strategy": "single"}, ("--strategy single", "--gpus 8")),
         ({"micro_batch_size": 0}, ("--micro_batch_size 0",)),
         ({"global_batch_size": None}, ("--global_batch_size", "--solve")),
+        ({"global_batch_size": 0}, ("--global_batch_size 0",)),
         ({"tile_size": 0}, ("--tile_size 0",)),
         ({"optimizer": "lamb"}, ("lamb", "stage 2")),
         ({"gather": "ring", "gradient_reduction": "all_reduce"}, ("--gather ring",)),
@@ -172,5 +173,12 @@ def test_a_deepspeed_file_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_pa
     }
     assert calls["backward"] > 1  # small buckets
     assert "--strategy zero2" in refused(deepspeed_config=path, strategy="zero1")
+    for question in ("solve", "compare"):
+        assert f"--deepspeed_config {path}" in refused(deepspeed_config=path, **{question: True})
+    path.write_text(json.dumps({"zero_optimization": {"stage": 2}, "train_batch_size": "512"}))
+    assert str(path) in refused(deepspeed_config=path)
+    hook = {"comm_hook": {"name": "nope"}}
+    path.write_text(json.dumps({"zero_optimization": {"stage": 2}, "disco": hook}))
+    assert "nope" in refused(deepspeed_config=path)
     path.write_text('{"zero_optimisation": {}}')
     assert "zero_optimization" in refused(deepspeed_config=path)

@@ -75,6 +75,9 @@ def test_counted_peak_of_a_real_run_is_near_the_plan() -> None:
         text = parts.tokenize(["a"] * pairs)
         batch = Pairs(image, text, torch.arange(pairs))
         for _ in range(PeakMeasure.COUNTED_STEP):
+            between = torch.zeros(100_000_000)  # a save, between two steps: not of a step
+            del between
+            measure.step_begins()
             contrastive_backward(strategy, loss, temperature, batch, micro_batch_size=pairs)
             strategy.step(1e-4)
             measure.step_taken()
@@ -82,3 +85,11 @@ def test_counted_peak_of_a_real_run_is_near_the_plan() -> None:
         measure.stop()
     plan = predict_run(settings, strategy, world)
     assert abs(measure.peak() / plan.peak - 1) < 0.05, (measure.peak(), plan.memory.phases)
+
+
+def test_a_run_too_short_to_count_a_step_measures_nothing() -> None:
+    measure = PeakMeasure(torch.device("cpu")).start()
+    for _ in range(PeakMeasure.COUNTED_STEP - 1):
+        measure.step_begins()
+        measure.step_taken()
+    assert measure.peak() == 0.0

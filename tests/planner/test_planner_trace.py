@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from covering import covering_rows
@@ -10,6 +12,7 @@ from disco_ds.losses.disco import DiscoConfig
 from disco_ds.losses.fastclip import FastCLIPConfig
 from disco_ds.losses.siglip import SigLIPConfig
 from disco_ds.models import ModelConfig
+from disco_ds.optim import OptimConfig, OptimizerName
 from disco_ds.planner.comm import hook_traffic, step_traffic
 from disco_ds.planner.memory import step_memory
 from disco_ds.planner.plan import profile_of
@@ -87,6 +90,25 @@ def test_a_trace_leaves_everything_as_it_was() -> None:
 @pytest.mark.parametrize("request_", SMALL, ids=lambda r: f"{r.model.name}-{r.strategy}")
 def test_closed_forms_equal_the_trace(request_: PlanRequest) -> None:
     compare(request_)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "optimizer"),
+    [
+        ("fsdp2", "sgdm"),
+        *(
+            pytest.param(strategy, optimizer, marks=pytest.mark.slow)
+            for strategy in ("ddp", "fsdp2", "zero0", "zero2", "zero3")
+            for optimizer in ("lamb", "lion", "sgdm")
+            if (strategy, optimizer)
+            not in (("fsdp2", "sgdm"), ("zero2", "lamb"), ("zero3", "lamb"))
+        ),
+    ],
+)
+def test_optimizers_need_what_the_trace_says(strategy: str, optimizer: OptimizerName) -> None:
+    """So few pairs that the optimizer makes the peak."""
+    request_ = request_of("disco-demo-rn", strategy, "fp32", local=2)
+    compare(replace(request_, optim=OptimConfig(name=optimizer)))
 
 
 # Settings of ZeRO-3 for which its rules matter in a model of two million parameters.

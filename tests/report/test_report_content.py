@@ -231,6 +231,52 @@ def test_odd_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert read_run(folder).steps == 6
 
 
+def test_evaluations_made_afterwards_stand_by_themselves(tmp_path: Path) -> None:
+    """`disco-ds evaluate RUN -o RUN/evaluations/NAME.json`: numbers, source and pictures."""
+    folder = write_run(tmp_path / "run")
+    found = {
+        "step": 4,
+        "source": "runs/mine",
+        "values": {"eval/retrieval/text_to_image_R@1": 0.125, "eval/retrieval/num_images": 8},
+        "zero_shot": {"pets": {"confusions": [{"truth": "a cat"} | PETS]}},
+    }
+    path = folder / "evaluations" / "flickr.json"
+    path.parent.mkdir(exist_ok=True)
+    before = write_report([folder], tmp_path / "a.html").read_text()
+    path.write_text(json.dumps(found))
+    text = write_report([folder], tmp_path / "b.html").read_text()
+    assert "evaluated as flickr" in text and "runs/mine" in text
+    assert "12.5 %" in text and "a cat" in text
+    assert before.count("at a closer look") == text.count("at a closer look")
+
+
+PETS = {"answer": "a dog", "count": 3, "share": 0.3}
+ODD_FILES = {
+    "evaluations/step_00000006.json": ["{}", '{"zero_shot": {"a": {}}}', '{"zero_shot": 3}', "["],
+    "metrics.jsonl": [
+        '{"step": null, "loss": 1}',
+        '{"step": 1, "loss": Infinity}',
+        '{"step": "x"}',
+    ],
+    "plan.json": ['{"predicted": 3}', "[]"],
+    "run.json": ['{"versions": []}', "3"],
+}
+
+
+@pytest.mark.parametrize(("name", "content"), [(n, c) for n, cs in ODD_FILES.items() for c in cs])
+def test_odd_files_are_shown_as_far_as_they_go_or_named(
+    name: str, content: str, tmp_path: Path
+) -> None:
+    folder, good = write_run(tmp_path / "run"), write_run(tmp_path / "good")
+    path = folder / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(content)
+    try:
+        write_report([good, folder], tmp_path / "x.html")
+    except ValueError as error:
+        assert str(folder) in str(error) and "\n" not in str(error)
+
+
 def test_runs_of_the_same_name_are_called_by_their_paths(tmp_path: Path) -> None:
     folders = [write_run(tmp_path / part / "run") for part in "ab"]
     text = write_report(folders, tmp_path / "out" / "report.html").read_text()

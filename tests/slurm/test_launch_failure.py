@@ -91,6 +91,20 @@ def test_hints(line: str, hint: str, tmp_path: Path) -> None:
     assert f"hint: {found.hint}" in found.text()
 
 
+def test_a_hint_is_about_the_cause_not_about_lines_beside_it(tmp_path: Path) -> None:
+    lines = (
+        "--resume latest: no checkpoint in run yet, starting fresh",
+        "[W ProcessGroupNCCL.cpp] Warning: destroy_process_group() was not called",
+        "Timeout while closing",
+        "error: rank 0: [Errno 28] No space left on device",
+    )
+    found = explain(attempt(tmp_path, "", r0=(1.0, 1, "", "\n".join(lines) + "\n")))
+    assert found.hint is not None and "a disk is full" in found.hint
+    lines = (*lines[:2], "error: rank 0: 3 of 6 samples had to be skipped (bad_image 3)")
+    found = explain(attempt(tmp_path / "b", "", r0=(1.0, 1, "", "\n".join(lines) + "\n")))
+    assert found.hint is None
+
+
 def test_ranks_that_never_started(tmp_path: Path) -> None:
     found = explain(attempt(tmp_path, "srun: error: Unable to create step: Bad image\n"))
     assert found.rank is None

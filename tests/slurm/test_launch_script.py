@@ -133,6 +133,18 @@ def test_a_wrong_profile_is_one_line_with_the_remedy(
         (["train", "--", "--steps", "3", "--global_batch_size", "7"], "divide by 3 ranks"),
         (["train", "--", "--steps", "3", "--resume", "/nope"], "--resume /nope: no complete"),
         (["array", "--", "--steps", "3"], "array needs --sweep FILE or --set"),
+        (
+            ["array", "--set", "seed=1,2", "--", "--steps", "3", "--run-dir", "x"],
+            "--run_dir: every member of an array has a folder of its own; --sweep_dir",
+        ),
+        (
+            ["train", "--dry_run", "--sbatch", "array", "0-1", "--", "--steps", "3"],
+            "sbatch: array: the launcher decides it; set a sweep (slurm.py array)",
+        ),
+        (
+            ["train", "--dry_run", "--sbatch", "time", "1", "--", "--steps", "3"],
+            "sbatch: time: the",
+        ),
         (["array", "--set", "optim.lr", "--", "--steps", "3"], "--set optim.lr: expected"),
         (
             ["array", "--set", "optim.l=1", "--", "--steps", "3"],

@@ -115,6 +115,9 @@ def test_arguments_that_members_set_are_taken_out() -> None:
     assert strip_arguments(arguments, {"data.shards": (), "optim.lr": ()}) == [
         *("--seed", "1", "loss:disco")
     ]
+    hyphens = ["--optim.weight-decay", "0.3", "--data.shards=a", "--data.shards", "b/lr=1.tar", "c"]
+    assert strip_arguments(hyphens, {"optim.weight_decay": (), "data.shards": ()}) == []
+    assert parse_set("optim.weight-decay=1") == ("optim.weight_decay", (("1",),))
 
 
 @pytest.mark.parametrize(("count", "size"), [(1, 1), (5, 3), (1000, 1001), (2003, 1001)])

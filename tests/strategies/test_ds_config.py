@@ -59,6 +59,14 @@ def test_shipped_files_fit_every_precision(path: Path, precision: str) -> None:
         ({"sequence_parallel_size": 2}, "sequence_parallel_size"),
         ({"zero_optimization": {"zero_quantized_gradients": True}}, "zero_quantized_gradients"),
         ({"elasticity": {"enabled": True}}, "removed from DeepSpeed"),
+        ({"zero_optimization": {"stage": True}}, '"stage" is True'),
+        ({"zero_optimization": {"reduce_bucket_size": "auto"}}, "\"reduce_bucket_size\" is 'auto'"),
+        ({"zero_optimization": {"reduce_bucket_size": -1}}, '"reduce_bucket_size" is -1'),
+        ({"zero_optimization": {"offload_optimizer": True}}, '"offload_optimizer" is True.*object'),
+        ({"bf16": True}, '"bf16" is True, must be an object'),
+        ({"torch_autocast": True}, '"torch_autocast" is True, must be an object'),
+        ({"communication_data_type": "int3"}, "\"communication_data_type\" is 'int3', known are"),
+        ({"gradient_clipping": "high"}, "\"gradient_clipping\" is 'high', must be a number"),
     ],
 )
 def test_what_cannot_hold_is_refused(given: dict[str, Any], message: str) -> None:
