@@ -149,7 +149,7 @@ class SampleState:
                 f"sample id {highest} does not fit a table of {self.num_samples} samples: "
                 "num_samples must be the size of the data set"
             )
-        if highest > HIGHEST_ID:
+        if self.num_samples is None and highest > HIGHEST_ID:
             raise ValueError(
                 f"sample id {highest} is too large for a table that grows with its ids (a hash?): "
                 "number the samples 0, 1, 2, ..."

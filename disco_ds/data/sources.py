@@ -162,14 +162,9 @@ def _expand(
     """Shards of one source, in order; ``lists`` are those that led to it."""
     if not source.strip():
         raise ValueError("an empty shard name")
-    local = is_local(source)
-    if local and local_path(source).is_file():
+    if is_local(source) and local_path(source).is_file():
         if source.endswith(".txt"):
-            path = _identity(source)
-            if path in lists:
-                raise ValueError(f"{source}: this list leads back to itself")
-            for line in _lines(local_path(source)):
-                yield from _expand(line, missing, (*lists, path))
+            yield from _expand_list(source, missing, lists)
         else:  # braces and stars are part of its name
             yield source
         return
@@ -188,6 +183,16 @@ def _expand(
         raise ValueError(_not_found(source, urls[0]))
     if gaps:
         logger.warning("%s: %d of %d shards do not exist: skipped", source, gaps, len(urls))
+
+
+def _expand_list(
+    source: str, missing: Literal["error", "skip"], lists: tuple[str, ...]
+) -> Iterator[str]:
+    path = _identity(source)
+    if path in lists:
+        raise ValueError(f"{source}: this list leads back to itself")
+    for line in _lines(local_path(source)):
+        yield from _expand(line, missing, (*lists, path))
 
 
 def _lines(path: Path) -> Iterator[str]:

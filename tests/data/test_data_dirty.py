@@ -411,7 +411,8 @@ def test_odd_exif_costs_no_picture(turn: int) -> None:
 
 def test_exif_that_cannot_be_read_costs_no_picture() -> None:
     image = Image.new("RGB", (20, 10), (255, 0, 0))
-    for exif in (b"Exif\0\0II*\0\xff\xff\xff\xff", b"Exif\0\0MM", b"Exif\0\0II*\0\x08\0\0\0\xff\xff"):
+    for tail in (b"II*\0\xff\xff\xff\xff", b"MM", b"II*\0\x08\0\0\0\xff\xff"):
+        exif = b"Exif\0\0" + tail
         buffer = io.BytesIO()
         image.save(buffer, "JPEG", exif=exif)
         assert decode_image(buffer.getvalue(), max_pixels=1000).size == (20, 10)

@@ -171,7 +171,7 @@ def test_output_that_cannot_be_written_is_told_first(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for output in (tmp_path, tmp_path / "file" / "x.json"):
         command = ValidateCommand((str(tmp_path / "nothing.tar"),), num_workers=0, json=output)
-        with pytest.raises(ValueError, match="--json .*: cannot write there"):
+        with pytest.raises(ValueError, match=r"--json .*: cannot write there"):
             command.run()
 
 
