@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 
@@ -12,7 +13,15 @@ from harness import start_forkserver  # noqa: E402
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    _hear_signals()
     start_forkserver()
+
+
+def _hear_signals() -> None:
+    """What nohup or a shell's ``&`` made this process ignore, its children would ignore as well."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -110,7 +110,7 @@ def main() -> None:
     learning_parity.check()
     try:
         emoji()
-        if options.quick or "heads" in options.forms:
+        if options.quick or ("heads" in options.forms and not options.report):
             features()  # made here once, not by every process
     except CannotFetch as error:
         raise SystemExit(str(error)) from error
