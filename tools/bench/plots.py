@@ -128,7 +128,7 @@ def _overlay(name: str, *, base: str, window: int) -> None:
             difference.plot(_smooth(less, window), **style)
     mean = f", mean of {window} steps" if window > 1 else ""
     loss.set(xlabel="step", ylabel="loss")
-    difference.set(xlabel="step", ylabel=f"loss less that of {base}, same seed{mean}")
+    difference.set(xlabel="step", ylabel=f"less {base}'s, same seed{mean}")
     difference.legend()
     figure.suptitle(note, fontsize=8)
     _save(figure, name)
