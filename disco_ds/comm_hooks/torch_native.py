@@ -70,6 +70,7 @@ class _BucketReducer:
             yield
 
     def reduce(self, bucket: Any) -> torch.futures.Future[Tensor]:
+        """Sum a ``GradBucket`` over ranks through the present hook; the future holds its buffer."""
         buffer = bucket.buffer()
         devices = [buffer.device] if buffer.device.type == "cuda" else None
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)

@@ -107,7 +107,7 @@ class ArrayCommand:
         sweep = sweep.with_grid(dict(sweeps.parse_set(text) for text in self.set))
         if self.sweep is None and not self.set:
             raise ValueError("array needs --sweep FILE or --set SETTING=VALUE,VALUE")
-        if any(word.partition("=")[0] in ("--run_dir", "--run-dir") for word in arguments):
+        if sweeps.strip_arguments(arguments, {"run_dir": ()}) != list(arguments):
             raise ValueError(
                 "--run_dir: every member of an array has a folder of its own; --sweep_dir is "
                 "where they lie"

@@ -72,11 +72,10 @@ def values_table(values: dict[str, float]) -> Table:
     rows = []
     for key, value in values.items():
         _, name, metric = key.split("/", 2)
-        is_share = not (metric.startswith("num_") or metric.endswith("rank"))
         chance = chance_of(key, values)
         cells = [
-            Cell(f"{100 * value:.1f} %" if is_share else f"{value:,g}"),
-            Cell("" if chance is None else f"{100 * chance:.1f} %"),
+            Cell(format_metric(metric, value)),
+            Cell("" if chance is None else format_metric(metric, chance)),
         ]
         rows.append(Row(f"{set_title(name)}: {metric_title(metric)}", cells))
     return Table("", ["", "chance"], rows)

@@ -246,7 +246,7 @@ def test_evaluations_made_afterwards_stand_by_themselves(tmp_path: Path) -> None
     path.write_text(json.dumps(found))
     text = write_report([folder], tmp_path / "b.html").read_text()
     assert "evaluated as flickr" in text and "runs/mine" in text
-    assert "12.5 %" in text and "a cat" in text
+    assert "12.5\u00a0%" in text and "a cat" in text
     assert before.count("at a closer look") == text.count("at a closer look")
 
 
