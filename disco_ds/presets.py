@@ -12,7 +12,8 @@ from disco_ds.config import TrainConfig
 from disco_ds.data.config import DataConfig
 from disco_ds.data.demo import NUM_TRAIN_SHARDS
 from disco_ds.evaluation.run import EvaluationConfig
-from disco_ds.losses.fastclip import FastCLIPConfig, Version
+from disco_ds.losses.fastclip import FastCLIPConfig
+from disco_ds.losses.fastclip_objective import Version
 from disco_ds.models import ModelConfig, TemperatureConfig
 from disco_ds.optim import OptimConfig
 

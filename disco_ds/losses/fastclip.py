@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from disco_ds.losses.base import WIRE_DTYPES, Call, ContrastiveLoss, Gather, Result, WireDtype
+from disco_ds.losses.fastclip_objective import OBJECTIVES, Batch, Mode, Version
 from disco_ds.losses.fastclip_passes import (
     Anchors,
     GlobalTemperature,
@@ -48,32 +49,9 @@ from disco_ds.sample_state import VISITS, SampleState
 
 logger = logging.getLogger(__name__)
 
-Version = Literal["v0", "v1", "v2", "v3"]
-Mode = Literal["exact", "fastclip_compat"]
+BOUNDS = ("bound_image", "bound_text")
+
 Duplicates = Literal["mask", "position"]
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Scalars of a global batch, equal on all ranks; rows of ``[2, B]``: image, text anchors."""
-
-    index: Tensor
-    taus: Tensor  # [2, B]
-    log_counts: Tensor  # [B], log of the number of negatives
-    positives: Tensor  # [B], s_ii
-    log_g: Tensor  # [2, B], log of the mean of exp(h/tau)
-    log_u: Tensor  # [2, B], after the update
-    log_eps: Tensor  # [2, B]
-
-    @property
-    def log_eps_u(self) -> Tensor:
-        """``log(eps + u)``, ``[2, B]``."""
-        return torch.logaddexp(self.log_eps, self.log_u)
-
-    @property
-    def sums(self) -> Tensor:
-        """``sum_j p_ij = g/(eps + u)``, ``[2, B]``."""
-        return (self.log_g - self.log_eps_u).exp()
 
 
 class FastCLIPLoss(ContrastiveLoss):
@@ -161,9 +139,10 @@ class FastCLIPLoss(ContrastiveLoss):
         self.version: Version = version
         self.mode: Mode = mode
         self.duplicates: Duplicates = duplicates
+        self.objective = OBJECTIVES[version, mode](rho)
         released = mode == "fastclip_compat"
         self._gamma = Gamma(gamma_min, gamma_schedule, gamma_decay_epochs, by_epoch=released)
-        self.rho, self.eps = rho, eps
+        self.eps = eps
         self.tau_lr, self.tau_lr_drop = tau_lr, tau_lr_drop
         self.tau_adam = TauAdam(
             lr=tau_lr if tau_lr is not None else 0.0133,
@@ -175,8 +154,7 @@ class FastCLIPLoss(ContrastiveLoss):
         if version == "v2":
             columns |= TAU_COLUMNS
             columns |= {"tau_image": tau_init, "tau_text": tau_init}
-            if mode == "fastclip_compat":
-                columns |= {"bound_image": 0.0, "bound_text": 0.0}
+            columns |= dict.fromkeys(BOUNDS, 0.0) if self.objective.eps_grows else {}
         self.table = SampleState(
             columns,
             num_samples=num_samples,
@@ -239,31 +217,26 @@ class FastCLIPLoss(ContrastiveLoss):
         if call.agreed.scale <= 0:
             raise ValueError(f"logit_scale {call.agreed.scale:g}: FastCLIP needs a positive 1/tau")
         self.table.share(self.process_group)
-        sizes = list(call.agreed.sizes)
-        indices = call.exchange.gather_vectors(call.index.long(), sizes)
+        indices = call.exchange.gather_vectors(call.index.long(), list(call.agreed.sizes))
         index = torch.cat(indices)
-        counts = _negatives_of(index, self.duplicates)
         rate = duplicate_rate(index)
         self._metrics["duplicate_rate"] = rate
         masked = self.duplicates == "mask" and rate > 0
         old = self.normaliser.read(index)
         taus = self._taus(call, old, len(index))
         passes = self._passes(call, taus, indices if masked else None)
-        batch = self._measure(call, passes, index, taus, counts, old)
-        coefficients = self._coefficients(taus)
-        products = passes.gradients(_anchors(batch, coefficients)) if _wanted(call) else None
+        batch = self._measure(call, passes, index, taus, old)
         self._report(batch, old)
-        value = self._value(batch).to(call.agreed.compute_dtype)
-        if products is None:
+        value = self.objective.value(batch).to(call.agreed.compute_dtype)
+        if not _wanted(call):
             return Result(value, 1.0, None, None)
+        products = passes.gradients(self._anchors(batch))
         if products.moved is not None:
             self._move_taus(call, batch, old, products.moved)
         self._lr_drops = self.version == "v3" and 1 / call.agreed.scale <= self.tau_lr_drop
-        half = 0.5 if self.mode == "fastclip_compat" else 1.0
-        common = 1.0 if self.version == "v2" else float(coefficients[0, 0])
         return Result(
             value=value,
-            coefficient=half * common / len(index) / call.agreed.scale,
+            coefficient=self._common_factor(call) / len(index) / call.agreed.scale,
             dx=products.dx,
             dy=products.dy,
             scale_gradient=self._scale_gradient(call, batch, products),
@@ -283,11 +256,16 @@ class FastCLIPLoss(ContrastiveLoss):
         tau = 1 / call.agreed.scale
         return torch.full((2, size), tau, dtype=torch.float64, device=call.x.device)
 
-    def _coefficients(self, taus: Tensor) -> Tensor:
-        """``a = c/tau``: 1 where the objective carries the factor tau."""
-        released = self.mode == "fastclip_compat"
-        with_factor = {"v0": False, "v1": not released, "v2": not released, "v3": True}
-        return torch.ones_like(taus) if with_factor[self.version] else 1 / taus
+    def _anchors(self, batch: Batch) -> Anchors:
+        """What the second pass needs; ``a = c/tau`` is 1 where the objective has the factor tau."""
+        base = batch.positives / batch.taus + batch.log_counts + batch.log_eps_u
+        a = torch.ones_like(batch.taus) if self.objective.times_tau else 1 / batch.taus
+        return Anchors(base[0], base[1], batch.sums, a)
+
+    def _common_factor(self, call: Call) -> float:
+        """Of all feature gradients: with one temperature, ``a`` is taken out of the products."""
+        taken_care_of = self.version == "v2" or self.objective.times_tau
+        return self.objective.feature_weight * (1.0 if taken_care_of else call.agreed.scale)
 
     def _measure(
         self,
@@ -295,79 +273,55 @@ class FastCLIPLoss(ContrastiveLoss):
         passes: GlobalTemperature | IndividualTemperatures,
         index: Tensor,
         taus: Tensor,
-        counts: Tensor,
         old: Mapping[str, Tensor],
     ) -> Batch:
         """First pass: ``g`` of own anchors, then everybody's scalars and the updated ``u``."""
         own = own_rows(call)
+        counts = _negatives_of(index, self.duplicates)
         log_counts = counts.clamp(min=1).double().log()  # without negatives lse is log 0
         positives = row_dots(call.x, call.y)
         lse = torch.stack(passes.negatives())
-        log_g = lse - positives / taus[:, own] - log_counts[own]
-        rows = [positives, log_g[0], log_g[1]]
-        if isinstance(passes, IndividualTemperatures) and "bound_image" in old:
+        measured = {
+            "positives": positives,
+            "log_g": lse - positives / taus[:, own] - log_counts[own],
+        }
+        if self.objective.eps_grows:
+            assert isinstance(passes, IndividualTemperatures)
             highest = torch.stack(passes.maxima()) - positives / taus[:, own]
-            rows += list(highest.clamp_(min=0.0))
-        gathered = _gather_columns(call, torch.stack(rows))
-        log_g = mean_over_equal(index, gathered[1:3])
+            measured["highest"] = highest.clamp_(min=0.0)
+        every = _gather_columns(call, measured)
         gamma, keep = self.gamma(old[VISITS]), _wanted(call)
+        log_g = mean_over_equal(index, every["log_g"])
         log_u = self.normaliser.estimate(index, log_g, gamma, keep=keep)
         log_eps = torch.full_like(log_u, math.log(self.eps) if self.eps else -math.inf)
-        if len(gathered) > 3:
-            bounds = torch.stack([old["bound_image"], old["bound_text"]]).to(gathered)
-            bounds = torch.maximum(bounds, gathered[3:])
+        if self.objective.eps_grows:
+            bounds = torch.stack([old[name] for name in BOUNDS]).to(log_eps)
+            bounds = torch.maximum(bounds, every["highest"])
+            log_eps += bounds
             if keep:
                 stored = max_over_equal(index, bounds)
-                self.normaliser.also_store({"bound_image": stored[0], "bound_text": stored[1]})
-            log_eps = log_eps + bounds
-        return Batch(index, taus, log_counts, gathered[0], gathered[1:3], log_u, log_eps)
-
-    def _value(self, batch: Batch) -> Tensor:
-        """Value of the objective on this batch; 0-D."""
-        tau = batch.taus
-        if self.mode == "fastclip_compat":
-            value = batch.sums.mean(1).sum()
-            if self.version == "v3":
-                value = tau[0, 0] * (value + self.rho + 0.5 * batch.log_u.mean(1).sum())
-            return value
-        if self.version == "v0":
-            return batch.log_eps_u.mean(1).sum()
-        rho = 0.0 if self.version == "v1" else self.rho
-        return (tau * (batch.log_eps_u + rho)).mean(1).sum()
+                self.normaliser.also_store(dict(zip(BOUNDS, stored, strict=True)))
+        return Batch(index, taus, log_counts, every["positives"], every["log_g"], log_u, log_eps)
 
     def _scale_gradient(self, call: Call, batch: Batch, products: Products) -> Tensor:
         """This rank's share of ``d/d(logit_scale) = -tau^2 d/d(tau)``; 0-D.
 
         ``sum_i <x_i, (M Y)_i>`` over all ranks is ``sum p h`` over both kinds of anchors.
         """
-        tau, size = 1 / call.agreed.scale, len(batch.index)
+        tau = 1 / call.agreed.scale
         side = (call.x, products.dx) if products.dx is not None else (call.y, products.dy)
         assert side[1] is not None
-        energy = row_dots(side[0], side[1]).sum() / tau / size
-        if self.version in ("v1", "v2"):
-            return torch.zeros_like(energy)
-        if self.version == "v0":
-            return energy * tau
-        own = own_rows(call)
-        share = (own.stop - own.start) / size
-        if self.mode == "fastclip_compat":
-            logs = 0.5 * batch.log_u[:, own].sum() / size + self.rho * share
-        else:
-            logs = batch.log_eps_u[:, own].sum() / size + 2 * self.rho * share
-        slope: Tensor = -(tau**2) * (logs - energy)
-        return slope
+        energy = row_dots(side[0], side[1]).sum() / tau / len(batch.index)
+        return -(tau**2) * self.objective.tau_slope(batch, own_rows(call), energy)
 
     def _move_taus(
         self, call: Call, batch: Batch, old: Mapping[str, Tensor], moved: Tensor
     ) -> None:
         """v2: one Adam step on the temperatures of the batch, stored with ``u``."""
-        own = own_rows(call)
-        gradient = batch.log_eps_u[:, own] + self.rho - moved / batch.taus[:, own]
-        gathered = _gather_columns(call, gradient)
-        if self.mode == "fastclip_compat":
-            gathered = gathered.clamp(-5, 5)
-        gathered = _mean_of_equal(batch.index, gathered)
-        changes = self.tau_adam.step(old, gathered, epoch=int(self._epoch))
+        slopes = self.objective.tau_slopes(batch, own_rows(call), moved)
+        every = _gather_columns(call, {"slopes": slopes})["slopes"]
+        every = _mean_of_equal(batch.index, every)
+        changes = self.tau_adam.step(old, every, epoch=int(self._epoch))
         self.normaliser.also_store(changes)
 
     def _report(self, batch: Batch, old: Mapping[str, Tensor]) -> None:
@@ -376,7 +330,7 @@ class FastCLIPLoss(ContrastiveLoss):
         negatives = batch.log_g + batch.log_counts
         self._metrics |= {
             "loss": float(torch.logaddexp(negatives, zero).mean()),
-            "surrogate_loss": float(self._value(batch)),
+            "surrogate_loss": float(self.objective.value(batch)),
             "gamma": float(self.gamma(old[VISITS]).mean()),
             **self.normaliser.metrics,
         }
@@ -400,11 +354,6 @@ def _wanted(call: Call) -> bool:
     return call.want_image_side or call.want_text_side
 
 
-def _anchors(batch: Batch, coefficients: Tensor) -> Anchors:
-    base = batch.positives / batch.taus + batch.log_counts + batch.log_eps_u
-    return Anchors(base[0], base[1], batch.sums, coefficients)
-
-
 def _negatives_of(index: Tensor, duplicates: Duplicates) -> Tensor:
     """How many negatives each sample has, ``[B]``."""
     if duplicates == "position":
@@ -414,12 +363,19 @@ def _negatives_of(index: Tensor, duplicates: Duplicates) -> Tensor:
     return negatives
 
 
-def _gather_columns(call: Call, own: Tensor) -> Tensor:
-    """Every rank's ``[k, b]`` side by side, ``[k, B]`` float64: one all-gather, ``4 k B`` bytes."""
-    sizes = call.agreed.sizes
-    flat = own.to(call.agreed.compute_dtype).flatten()
-    parts = call.exchange.gather_vectors(flat, [len(own) * size for size in sizes])
-    return torch.cat([part.view(len(own), -1) for part in parts], dim=1).double()
+def _gather_columns(call: Call, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Every rank's ``[b]`` or ``[k, b]`` side by side, float64; one all-gather of ``4 B`` a row.
+
+    A sample's values keep their name and their leading dimension.
+    """
+    rows = {name: values.view(-1, values.shape[-1]) for name, values in own.items()}
+    packed = torch.cat([part.to(call.agreed.compute_dtype) for part in rows.values()])
+    lengths = [len(packed) * size for size in call.agreed.sizes]
+    parts = call.exchange.gather_vectors(packed.flatten(), lengths)
+    every = torch.cat([part.view(len(packed), -1) for part in parts], dim=1).double()
+    split = every.split([len(part) for part in rows.values()])
+    named = zip(own.items(), split, strict=True)
+    return {name: part.view(*values.shape[:-1], -1) for (name, values), part in named}
 
 
 def _mean_of_equal(index: Tensor, values: Tensor) -> Tensor:

@@ -11,7 +11,8 @@ import tyro
 
 from disco_ds.losses.base import Gather, WireDtype
 from disco_ds.losses.disco import DiscoConfig, GradientReduction
-from disco_ds.losses.fastclip import FastCLIPConfig, Version
+from disco_ds.losses.fastclip import FastCLIPConfig
+from disco_ds.losses.fastclip_objective import Version
 from disco_ds.losses.siglip import SigLIPConfig
 from disco_ds.models import ModelConfig
 from disco_ds.optim import OptimConfig, OptimizerName

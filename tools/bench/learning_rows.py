@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from disco_ds.losses.disco import DiscoConfig
-from disco_ds.losses.fastclip import FastCLIPConfig, Version
+from disco_ds.losses.fastclip import FastCLIPConfig
+from disco_ds.losses.fastclip_objective import Version
 from disco_ds.models import TemperatureConfig
 from disco_ds.optim import OptimConfig, OptimizerName
 
