@@ -7,7 +7,6 @@ where they lie. They change when shards are added or changed; so does the finger
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import itertools
 import json
@@ -36,6 +35,7 @@ from disco_ds.data.sources import (
     stated_samples,
 )
 from disco_ds.data.tar import ShardError, read_groups
+from disco_ds.output import check_writable
 
 logger = logging.getLogger(__name__)
 
@@ -346,22 +346,6 @@ def check_workers(num_workers: int) -> None:
     """Refuse a negative number of processes."""
     if num_workers < 0:
         raise ValueError(f"num_workers {num_workers}: must not be negative")
-
-
-def check_writable(path: Path, flag: str) -> None:
-    """Before the work whose result goes there; makes the folder.
-
-    Raises:
-        ValueError: naming flag, path and reason.
-    """
-    try:
-        if path.is_dir():
-            raise IsADirectoryError(errno.EISDIR, "it is a folder")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise PermissionError(errno.EACCES, "no permission")
-    except OSError as error:
-        raise ValueError(f"{flag} {path}: cannot write there ({error.strerror})") from error
 
 
 def _check_damage(shards: list[Shard], max_bad_shards: float) -> None:

@@ -17,7 +17,7 @@ import tyro
 import webdataset
 from tqdm import tqdm
 
-from disco_ds.data.index import DEFAULT_TIMEOUT_SECONDS, check_workers, check_writable, ordered_map
+from disco_ds.data.index import DEFAULT_TIMEOUT_SECONDS, check_workers, ordered_map
 from disco_ds.data.remote import local_path, open_shard
 from disco_ds.data.samples import (
     SkipSampleError,
@@ -28,6 +28,7 @@ from disco_ds.data.samples import (
 )
 from disco_ds.data.sources import Location, resolve
 from disco_ds.data.tar import IMAGE_SUFFIXES, TEXT_SUFFIXES, Group, ShardError, read_groups
+from disco_ds.output import check_writable
 
 ODD_JSON = "odd_json"
 """The one kind of problem that training does not skip a sample for: its caption is elsewhere."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import re
@@ -26,6 +25,7 @@ from disco_ds.evaluation.frozen import FrozenModel
 from disco_ds.evaluation.run import Evaluation, EvaluationConfig, Evaluator, check_evaluation
 from disco_ds.evaluation.tasks import CLASS_FILE, TYPE_FILE, is_image_folder
 from disco_ds.evaluation.weights import Weights, find_weights, load_model
+from disco_ds.output import check_writable
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ class EvaluateCommand:
             config = self._config(weights)
             tasks = check_evaluation(config, world)
             if world.is_main and self.output is not None:
-                self._check_output(self.output)
+                check_writable(self.output, "--output")
             clip = load_model(weights)
         precision = self.precision
         if precision == "auto":
@@ -123,16 +123,6 @@ class EvaluateCommand:
             for name, source in zip(names, config.retrieval, strict=True)
         }
         return parts | {names[0]: replace(parts[names[0]], zero_shot=config.zero_shot)}
-
-    @staticmethod
-    def _check_output(output: Path) -> None:
-        try:
-            output.parent.mkdir(parents=True, exist_ok=True)
-            if output.is_dir():
-                raise IsADirectoryError(errno.EISDIR, "it is a folder")
-            output.touch()
-        except OSError as error:
-            raise ValueError(f"--output {output}: cannot write it ({error.strerror})") from error
 
     def _config(self, weights: Weights) -> EvaluationConfig:
         """Which sets: those named, or those of the run."""

@@ -16,6 +16,7 @@ from disco_ds.losses.fastclip_objective import Version
 from disco_ds.losses.siglip import SigLIPConfig
 from disco_ds.models import ModelConfig
 from disco_ds.optim import OptimConfig, OptimizerName
+from disco_ds.output import check_writable
 from disco_ds.planner.cost import Hardware
 from disco_ds.planner.engines import check_engine
 from disco_ds.planner.plan import Plan, check_card, check_model, make_plan
@@ -139,6 +140,8 @@ class PlanCommand:
             ValueError: the question makes no sense, naming flag and value.
         """
         self._check_questions()
+        if self.plot is not None:
+            check_writable(self.plot, "--plot")
         hardware = self._hardware()
         check_model(self.model)
         request = self._request()

@@ -194,9 +194,9 @@ def test_an_image_folder_with_a_users_files(tmp_path: Path) -> None:
         ({"data": ("nowhere.tar",)}, r"nowhere\.tar: no such shard"),
         ({"batch_size": 0}, r"batch_size 0: must be at least 1"),
         ({"chunk_size": 0}, r"chunk_size 0: must be at least 1"),
-        ({"output": Path("splits")}, r"--output splits: cannot write it \(it is a folder"),
+        ({"output": Path("splits")}, r"--output splits: cannot write there \(it is a folder"),
         ({"data": ("splits",)}, r"train, val are splits, not classes: name one .* splits/val"),
-        ({"output": Path("x.txt/found.json")}, r"--output x\.txt/found\.json: cannot write it"),
+        ({"output": Path("x.txt/found.json")}, r"--output x\.txt/found\.json: cannot write there"),
     ],
 )
 def test_what_is_wrong_is_said(

@@ -89,7 +89,8 @@ def test_plot(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     _, text = run(capsys, plot=path)
     assert str(path) in text
     assert path.read_bytes().startswith(b"\x89PNG")
-    assert "--plot" in refused(plot=tmp_path / "no" / "memory.png")
+    assert "--plot" in refused(plot=path / "memory.png")  # a file is no folder
+    assert "--plot" in refused(plot=tmp_path / "memory.no_picture")
 
 
 @pytest.mark.parametrize(
