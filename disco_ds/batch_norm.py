@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 BatchNormMode = Literal["local", "synced", "frozen"]
 
@@ -75,14 +76,37 @@ class BatchNorm2d(nn.BatchNorm2d):
         self.running_var.lerp_(variance.to(self.running_var), momentum)
 
 
+class BatchNormAct2d(BatchNorm2d):
+    """With the activation that timm's layer of this name has built in."""
+
+    drop: nn.Module
+    act: nn.Module
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise ``[b, c, h, w]``, then drop and activate."""
+        activated: Tensor = self.act(self.drop(super().forward(input)))
+        return activated
+
+
 def use_batch_norm_(model: nn.Module, mode: BatchNormMode) -> None:
-    """Turn every ``nn.BatchNorm2d`` of a model into ours, in place."""
-    for module in model.modules():
+    """Turn every ``nn.BatchNorm2d`` of a model, and timm's with an activation, into ours, in place.
+
+    Raises:
+        ValueError: another kind of BatchNorm, which could not follow ``mode``.
+    """
+    for name, module in model.named_modules():
         if type(module) is nn.BatchNorm2d:
             module.__class__ = BatchNorm2d
+        elif type(module).__name__ == "BatchNormAct2d" and isinstance(module, nn.BatchNorm2d):
+            module.__class__ = BatchNormAct2d
         if isinstance(module, BatchNorm2d):
             module.mode = mode
             module.train(module.training)
+        elif isinstance(module, _BatchNorm) and mode != "local":
+            raise ValueError(
+                f"--model.batch_norm {mode}: {name} is a {type(module).__name__}, for which only "
+                "local is there"
+            )
 
 
 class _SumOverRanks(torch.autograd.Function):

@@ -26,6 +26,7 @@ from disco_ds.distributed import (
     agreed,
     any_rank,
     destroy_process_group,
+    exit_alone,
     init_process_group,
     is_lost_contact,
     setup_logging,
@@ -75,21 +76,29 @@ def train(arguments: Sequence[str]) -> int:
         return _leave(str(error), world)
     except (TrainingStopped, SaveFailed) as error:
         return _fail_together(str(error), FAILED, world)
-    except (ValueError, DataWorkerError) as error:
-        logger.debug("details", exc_info=True)
-        return _fail(f"rank {world.rank}: {error}", FAILED, speaks=True)
-    except RuntimeError as error:
-        if not is_lost_contact(error):
+    except BaseException as error:
+        if (reason := _in_words(error, world, watchdog)) is None:
+            exit_alone(FAILED, world, error)
             raise
-        return _fail(_lost_contact(error, watchdog), FAILED, speaks=True)
-    except OSError as error:  # disk full, a file that is gone ...
         logger.debug("details", exc_info=True)
-        return _fail(f"rank {world.rank}: {error}", FAILED, speaks=True)
-    except KeyboardInterrupt:
-        return _fail("interrupted", FAILED, speaks=world.is_main)
+        is_own = not isinstance(error, KeyboardInterrupt)
+        status = _fail(reason, FAILED, speaks=is_own or world.is_main)
+        exit_alone(status, world)
+        return status
     finally:
-        watchdog.stop()
         destroy_process_group()
+        watchdog.stop()
+
+
+def _in_words(error: BaseException, world: World, watchdog: Watchdog) -> str | None:
+    """One line for an error of this rank alone; None where its traceback says more."""
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    if isinstance(error, RuntimeError) and is_lost_contact(error):
+        return _lost_contact(error, watchdog)
+    if isinstance(error, (ValueError, DataWorkerError, OSError)):  # OSError: a full disk, ...
+        return f"rank {world.rank}: {error}"
+    return None
 
 
 def _leave(reason: str, world: World) -> int:

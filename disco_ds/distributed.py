@@ -9,16 +9,19 @@ from __future__ import annotations
 import logging
 import os
 import random
+import socket
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from disco_ds.ranks import Ranks, resolve_ranks
 from disco_ds.rendezvous import store_from_environment
@@ -47,7 +50,8 @@ class World:
         """The place that the launcher gave this process, by the order in :mod:`disco_ds.ranks`.
 
         Without a launcher this is a single process. ``device`` is "auto", "cpu" or "cuda". Exports
-        RANK and its like, for the libraries that read them.
+        RANK and its like, for the libraries that read them, and makes the rank's CUDA device the
+        current one: NCCL, FSDP2 and Triton kernels go by it.
 
         Raises:
             ValueError: when the variables contradict each other, or CUDA was asked for in vain.
@@ -56,6 +60,8 @@ class World:
         if ranks.world_size > 1 or "RANK" in os.environ:
             ranks.export(os.environ)
         device_ = _pick_device(device, ranks.local_rank)
+        if device_.type == "cuda":
+            torch.cuda.set_device(device_)
         return cls(ranks.rank, ranks.world_size, ranks.local_rank, device_, ranks)
 
 
@@ -90,6 +96,9 @@ def init_process_group(world: World, *, timeout_seconds: float) -> None:
 
     The time-out is an argument of the group, which is why it is a setting of ours: the
     environment variables that people try have no effect on it.
+
+    Raises:
+        ValueError: two ranks have the same GPU.
     """
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
@@ -104,12 +113,70 @@ def init_process_group(world: World, *, timeout_seconds: float) -> None:
         world_size=world.world_size,
         timeout=timedelta(seconds=timeout_seconds),
     )
+    if world.device.type == "cuda":
+        own = f"{socket.gethostname()} {torch.cuda.get_device_properties(world.device).uuid}"
+        check_own_devices(dist.distributed_c10d._get_default_store(), world, own)
+
+
+def check_own_devices(store: Store, world: World, own: str) -> None:
+    """Refuse two ranks with one GPU, on all ranks, before NCCL does in its own words.
+
+    Args:
+        store: the group's; every rank writes ``own``, a name of its device, and rank 0 reads them.
+
+    Raises:
+        ValueError: naming the ranks and the remedy.
+    """
+    store.set(f"disco_ds/device/{world.rank}", own)
+    if world.is_main:
+        first_with: dict[bytes, int] = {}
+        same = ""
+        for rank in range(world.world_size):
+            first = first_with.setdefault(store.get(f"disco_ds/device/{rank}"), rank)
+            same = same or (f"{first} and {rank}" if first != rank else "")
+        store.set("disco_ds/same_device", same)
+    if pair := store.get("disco_ds/same_device").decode():
+        raise ValueError(
+            f"ranks {pair} were given the same GPU (CUDA_VISIBLE_DEVICES="
+            f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}): start one rank per GPU"
+        )
 
 
 def destroy_process_group() -> None:
     """Leave the process group; harmless when there is none."""
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
+
+
+def use_timeout_everywhere(timeout_seconds: float) -> None:
+    """Give every group of this process one time-out.
+
+    Engines make groups of their own, with torch's time-out: ten minutes with NCCL.
+    """
+    if not dist.is_initialized():
+        return
+    c10d: Any = dist.distributed_c10d
+    set_timeout = getattr(c10d, "set_timeout", None) or c10d._set_pg_timeout  # before torch 2.14
+    for group in list(c10d._world.pg_map):
+        set_timeout(timedelta(seconds=timeout_seconds), group)
+
+
+def exit_alone(status: int, world: World, error: BaseException | None = None) -> None:
+    """End this process where leaving the group would wait for ranks that do not leave.
+
+    For an error of this rank alone, which is reported if given. NCCL's ``destroy_process_group``
+    waits for the other ranks' while they wait in a collective for this one. gloo's closes its
+    connections, which ends their waiting: then this returns.
+    """
+    if world.world_size == 1 or world.device.type != "cuda":
+        return
+    if isinstance(error, (ValueError, OSError)):
+        sys.stderr.write(f"error: rank {world.rank}: {error}\n")
+    elif error is not None:
+        traceback.print_exception(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def mean_over_ranks_(tensors: Sequence[torch.Tensor], world: World) -> None:
@@ -155,10 +222,15 @@ def gather_objects(value: T, world: World) -> list[T]:
 
 
 def is_lost_contact(error: RuntimeError) -> bool:
-    """Whether an error of torch.distributed says that another rank is gone or too slow."""
+    """Whether an error of torch.distributed says that another rank is gone or too slow.
+
+    NCCL reports wrong set-ups, lack of memory and drivers by the same class of error.
+    """
+    text = str(error)
+    if "NCCL error" in text:
+        return "ncclRemoteError" in text
     if isinstance(error, dist.DistError):
         return True
-    text = str(error)
     return any(sign in text for sign in ("closed by peer", "reset by peer", "gloo", "Broken pipe"))
 
 

@@ -202,6 +202,22 @@ def check_model_name(name: str) -> None:
     raise ValueError(f"--model.name {name}: open_clip has no such model; nearest: {near[0]}")
 
 
+def check_trainable(name: str) -> None:
+    """Refuse a model with parts that no contrastive loss trains.
+
+    Raises:
+        ValueError: naming it.
+    """
+    import open_clip
+
+    check_model_name(name)
+    if "multimodal_cfg" in (open_clip.get_model_config(name) or {}):
+        raise ValueError(
+            f"--model.name {name}: CoCa's decoder learns from a captioning loss, which disco_ds "
+            "does not have; train its towers as a CLIP model, such as ViT-B-32"
+        )
+
+
 def create_clip(config: ModelConfig, *, seed: int, device: str = "cpu") -> ClipParts:
     """Build the encoders in fp32 on the CPU, equal on every rank, with transforms and tokenizer.
 

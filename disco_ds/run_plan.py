@@ -15,7 +15,7 @@ from disco_ds.data.loader import check_feed
 from disco_ds.distributed import World, agreed, broadcast_object
 from disco_ds.evaluation.run import check_evaluation
 from disco_ds.evaluation.tasks import ZeroShotTask
-from disco_ds.models import ModelConfig, check_model_name
+from disco_ds.models import ModelConfig, check_trainable
 from disco_ds.strategies.base import Strategy
 from disco_ds.strategies.build import build_strategy, choose_comm_hook
 from disco_ds.strategies.ds_config import RunNumbers
@@ -64,7 +64,7 @@ def plan_run(config: TrainConfig, world: World, *, run_name: str) -> RunPlan:
         strategy.check_optimizer(config.optim)
         strategy.check_device()
         comm_hook = choose_comm_hook(config.deepspeed_config, config.comm_hook).build()
-        check_model_name(config.model.name)
+        check_trainable(config.model.name)
         tasks = check_evaluation(config.evaluation, world)
         index = _read_index(config) if world.is_main else None
         if index is not None:

@@ -26,6 +26,7 @@ from disco_ds.distributed import (
     mean_over_ranks_,
     seed_everything,
     sum_over_ranks,
+    use_timeout_everywhere,
 )
 from disco_ds.evaluation.run import Evaluator, publish, summarize
 from disco_ds.grad_cache import NonFiniteLoss, Pairs, RandomState, contrastive_backward
@@ -99,6 +100,7 @@ class Trainer:
         self.counters.total_steps = self._steps_left() if config.steps is None else config.steps
         self.strategy = plan.strategy
         self.strategy.setup(self.clip.encoders, config.optim)
+        use_timeout_everywhere(config.timeout_seconds)
         if plan.checkpoint is not None:
             self._rehearse()
         self.loss: ContrastiveLoss = config.loss.build(
@@ -230,20 +232,19 @@ class Trainer:
             values = self._train_step(batch)
             self.plan_watch.step_taken()
             clock.pairs += config.global_batch_size
-            if values is None:
-                self.saves.save_or_stop_if_asked()
-                continue
             step = self.counters.step
             is_last = step == self.total_steps
-            if step == first_step + 1:
-                self._show_pairs(log, batch)
-            if step % config.log_every_steps == 0 or is_last:
-                self._report(log, progress, values, clock)
+            if values is not None:
+                if step == first_step + 1:
+                    self._show_pairs(log, batch)
+                if step % config.log_every_steps == 0 or is_last:
+                    self._report(log, progress, values, clock)
             if is_last or round(self.loader.epoch, 6).is_integer():
-                log.write(step, {"epoch": self.loader.epoch, **self._data_summary()})
+                self._log_data(log)  # also where the epoch's last step was skipped
             with clock.paused():
                 self.saves.save_or_stop_if_asked()
-                if is_due(step, config.evaluation.every_steps) and step != evaluated:
+                is_new = values is not None and step != evaluated
+                if is_new and is_due(step, config.evaluation.every_steps):
                     results, evaluated = self._evaluate(log), step
         self.saves.finish()
         self.plan_watch.finish()
@@ -365,7 +366,7 @@ class Trainer:
         log.write(counters.step, logged)
         self.plan_watch.note(logged)
         left = (self.total_steps - counters.step) * self.config.global_batch_size / rate
-        chance = math.log(self.config.global_batch_size)
+        chance = values["chance_level"]
         if counters.step > self.config.optim.warmup_steps:
             self.plateau.watch(values["loss"], chance)
         text = f"loss {values['loss']:.3f} (chance {chance:.3f})  {rate:.0f} samples/s"
@@ -373,7 +374,7 @@ class Trainer:
             text += f"  {counters.skipped_steps} skipped"
         progress.update(counters.step, text, seconds_left=left)
 
-    def _data_summary(self) -> dict[str, float]:
+    def _log_data(self, log: MetricsLog) -> None:
         """Samples of this epoch seen, repeated, unseen and skipped by reason, over all ranks.
 
         One gather of names and one small all-reduce; the next batch may start new counts.
@@ -381,7 +382,8 @@ class Trainer:
         own = self.loader.epoch_summary()
         names = sorted(set().union(*gather_objects(sorted(own), self.world)))
         totals = sum_over_ranks([own.get(name, 0.0) for name in names], self.world)
-        return dict(zip(names, totals, strict=True))
+        found = dict(zip(names, totals, strict=True))
+        log.write(self.counters.step, {"epoch": self.loader.epoch, **found})
 
     def _evaluate(self, log: MetricsLog) -> dict[str, float]:
         with self.watchdog.phase("evaluation"), self.strategy.keeping_statistics():

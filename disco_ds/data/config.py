@@ -28,7 +28,8 @@ class DataConfig:
     prefetch_batches: int = 2
     """Batches that each worker makes ahead."""
     start_method: Literal["fork", "spawn", "forkserver"] = "fork"
-    """How workers are started. fork starts at once; workers never touch the GPU."""
+    """How workers are started. fork starts at once; workers never touch the GPU. Where InfiniBand's
+    driver is not safe to fork from, forkserver."""
     shuffle_buffer: int = 2000
     """Samples per worker that are shuffled among each other, kept undecoded; 0 or 1: no shuffle."""
     mode: Literal["exact", "resampled"] = "exact"

@@ -18,6 +18,7 @@ from disco_ds.distributed import (
     World,
     agreed,
     destroy_process_group,
+    exit_alone,
     init_process_group,
     setup_logging,
 )
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 # How long a rank that does not speak waits to be ended by the launcher.
 QUIET_SECONDS = 15
+FAILED = 1
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,9 @@ class EvaluateCommand:
             if not world.is_main:
                 # The launcher ends all ranks when the first one exits: let the main rank speak.
                 time.sleep(QUIET_SECONDS)
+            raise
+        except BaseException as error:
+            exit_alone(FAILED, world, error)
             raise
         finally:
             destroy_process_group()

@@ -18,7 +18,12 @@ Runner = Literal["srun", "torchrun"]
 NETWORKS: dict[str, dict[str, str]] = {
     "none": {},
     "tcp": {"NCCL_IB_DISABLE": "1"},
-    "infiniband": {"NCCL_IB_DISABLE": "0", "NCCL_IB_TIMEOUT": "22", "NCCL_IB_RETRY_CNT": "7"},
+    "infiniband": {
+        "NCCL_IB_DISABLE": "0",
+        "NCCL_IB_TIMEOUT": "22",
+        "NCCL_IB_RETRY_CNT": "7",
+        "RDMAV_FORK_SAFE": "1",  # data workers are forked
+    },
     "efa": {"FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1", "FI_EFA_FORK_SAFE": "1"},
 }
 """Environment presets for ``network``; ``env`` overrides single values."""

@@ -144,7 +144,7 @@ class ContrastiveLoss(nn.Module):
             text_features: ``[b, d]``, row i belongs to row i of the images; its own float dtype.
             logit_scale: linear (already exponentiated), 0-D or ``[1]``, equal on all ranks.
             logit_bias: 0-D or ``[1]``, or None; a shift of all logits.
-            index: int64 ``[b]``, ids of the samples.
+            index: int64 ``[b]``, ids of the samples, on any device.
             output_dict: return ``{"contrastive_loss": value}``, as open_clip's losses do.
 
         Returns:
@@ -153,6 +153,8 @@ class ContrastiveLoss(nn.Module):
         Raises:
             ValueError: on every rank, naming the rank whose shape, dtype or scale does not fit.
         """
+        if isinstance(index, Tensor):
+            index = index.to(image_features.device)
         if self.normalize:
             image_features, text_features = _unit(image_features), _unit(text_features)
         header = Header.of_call(image_features, text_features, logit_scale, logit_bias, index)

@@ -129,6 +129,11 @@ class FastCLIPLoss(ContrastiveLoss):
             raise ValueError(f'mode must be "exact" or "fastclip_compat", got {mode!r}')
         if duplicates not in ("mask", "position"):
             raise ValueError(f'duplicates must be "mask" or "position", got {duplicates!r}')
+        if version == "v2" and kernel == "triton":
+            raise ValueError(
+                'kernel="triton": v2, with a temperature per sample, has no Triton kernel; use '
+                'kernel="auto" or "torch"'
+            )
         if not 0 < tau_min <= tau_init <= tau_max:
             raise ValueError(
                 "need 0 < tau_min <= tau_init <= tau_max, got "

@@ -266,15 +266,16 @@ def _add_gradient(block: Block, gradient: Tensor | None, sums: Tensor | None, **
     def grid(meta: dict[str, int]) -> tuple[int]:
         return (triton.cdiv(len(block.x), meta["BLOCK_M"]),)
 
-    _gradient[grid](
-        gradient=unused if gradient is None else gradient,
-        gradient_stride=0 if gradient is None else gradient.stride(0),
-        sums=unused if sums is None else sums,
-        HAS_GRADIENT=gradient is not None,
-        HAS_SUMS=sums is not None,
-        **_operands(block),
-        **full,
-    )
+    with torch.cuda.device_of(block.x):  # Triton launches on the current device
+        _gradient[grid](
+            gradient=unused if gradient is None else gradient,
+            gradient_stride=0 if gradient is None else gradient.stride(0),
+            sums=unused if sums is None else sums,
+            HAS_GRADIENT=gradient is not None,
+            HAS_SUMS=sums is not None,
+            **_operands(block),
+            **full,
+        )
 
 
 @dataclass(frozen=True)
@@ -294,15 +295,16 @@ class TritonSoftmaxPairs:
         for first_row in range(0, n, tiles * LSE_ROWS):
             launched = min(tiles, triton.cdiv(n - first_row, LSE_ROWS))
             column_parts = block.x.new_empty(launched, m, dtype=torch.float32)
-            _lse[(launched, splits)](
-                row_parts=row_parts,
-                column_parts=column_parts,
-                columns_per_split=per_split,
-                scale=self.scale,
-                BLOCK_M=LSE_ROWS,
-                first_row=first_row,
-                **_operands(block),
-            )
+            with torch.cuda.device_of(block.x):
+                _lse[(launched, splits)](
+                    row_parts=row_parts,
+                    column_parts=column_parts,
+                    columns_per_split=per_split,
+                    scale=self.scale,
+                    BLOCK_M=LSE_ROWS,
+                    first_row=first_row,
+                    **_operands(block),
+                )
             part = column_parts.double().logsumexp(0)
             torch.logaddexp(column_lse, part, out=column_lse)
         return row_parts.double().logsumexp(0), column_lse

@@ -10,9 +10,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from disco_ds.distributed import World
+
+
+def _device_of(model: Any) -> torch.device:
+    """Where the model computes; with offloading its parameters lie elsewhere."""
+    if hasattr(model, "coalesce_grad_reduction"):
+        return torch.device(model.device)
+    parameter = next(model.parameters())
+    if isinstance(parameter, DTensor) and parameter.device_mesh.device_type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    device: torch.device = parameter.device
+    return device
 
 
 class AdoptedModel:
@@ -34,7 +46,7 @@ class AdoptedModel:
         self.module: nn.Module = model
         self._is_engine = hasattr(model, "coalesce_grad_reduction")
         self._backward = backward
-        device = next(model.parameters()).device
+        device = _device_of(model)
         is_distributed = dist.is_available() and dist.is_initialized()
         self.world = (
             World(dist.get_rank(), dist.get_world_size(), device=device)

@@ -6,6 +6,7 @@ A strategy owns the wrapped encoders and their optimizer. The encoders are touch
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -52,6 +53,26 @@ class EngineState:
 
     loss_scale: dict[str, float] | None = None
     """fp16's dynamic scale: ``value`` and ``good_steps`` since its last change."""
+
+
+@contextmanager
+def local_rank_of_device(world: World) -> Iterator[None]:
+    """LOCAL_RANK as the number of this rank's GPU, which is what engines take it for.
+
+    They differ where a launcher shows every rank its own GPU, as number 0.
+    """
+    if world.device.type != "cuda":
+        yield
+        return
+    before = os.environ.get("LOCAL_RANK")
+    os.environ["LOCAL_RANK"] = str(world.device.index)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["LOCAL_RANK"]
+        else:
+            os.environ["LOCAL_RANK"] = before
 
 
 class Strategy(ABC):

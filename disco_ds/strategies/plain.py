@@ -28,6 +28,7 @@ from disco_ds.strategies.base import (
     StepResult,
     Strategy,
     copy_into,
+    local_rank_of_device,
     persistent_buffers,
 )
 from disco_ds.strategies.config import EngineConfig, Precision
@@ -56,7 +57,8 @@ class PlainStrategy(Strategy):
         self.module = encoders.to(self.world.device)
         if self.config.compile:
             compile_blocks_(transformer_blocks(encoders))
-        self.model = self._wrap(self.module)
+        with local_rank_of_device(self.world):
+            self.model = self._wrap(self.module)
         self.optimizer = build_optimizer(optim, parameter_groups(self.module, optim))
         self.max_grad_norm = optim.max_grad_norm
         self.optimizer_steps = 0

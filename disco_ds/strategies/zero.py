@@ -29,6 +29,7 @@ from disco_ds.strategies.base import (
     Strategy,
     copy_into,
     ensure_process_group,
+    local_rank_of_device,
     persistent_buffers,
 )
 from disco_ds.strategies.config import EngineConfig
@@ -86,7 +87,8 @@ class ZeroStrategy(Strategy):
             compile_blocks_(transformer_blocks(encoders))
         optimizer = build_optimizer(optim, parameter_groups(encoders, optim))
         self.module = encoders
-        self.engine = self._initialize(encoders, optimizer)
+        with local_rank_of_device(self.world):
+            self.engine = self._initialize(encoders, optimizer)
         self._refuse_nonfinite_gradients()
         self.optimizer_steps = 0
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from engines import build
 from harness import run_distributed
+from timm.layers import BatchNormAct2d
 from tiny import random_pairs, rows_of, tiny_encoders
 from torch import Tensor
 
@@ -99,6 +100,41 @@ def test_any_batch_norm_gives_what_torch_gives(
         values = torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(step))
         assert torch.equal(ours(values), theirs(values))
     assert torch.equal(ours.eval()(values), theirs.eval()(values))
+
+
+def timm_layer() -> BatchNormAct2d:
+    torch.manual_seed(0)
+    layer = BatchNormAct2d(3, act_layer=torch.nn.GELU)
+    torch.nn.init.normal_(layer.weight)
+    return layer
+
+
+def test_timms_layer_with_an_activation() -> None:
+    """The image towers of MobileCLIP and other timm models."""
+    theirs, ours = timm_layer(), timm_layer()
+    use_batch_norm_(ours, "local")
+    assert ours.state_dict().keys() == theirs.state_dict().keys()
+    for step in range(3):
+        values = torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(step))
+        assert torch.equal(ours(values), theirs(values))
+    assert torch.equal(ours.eval()(values), theirs.eval()(values))
+    use_batch_norm_(ours.train(), "frozen")
+    before = ours.running_mean.clone()
+    ours(values)
+    assert torch.equal(ours.running_mean, before)
+    # In a locked tower too.
+    locked = timm_layer().requires_grad_(False)
+    use_batch_norm_(locked, "local")
+    locked.train()(values)
+    assert not locked.running_mean.any()
+
+
+def test_a_kind_of_batch_norm_that_cannot_follow_is_refused() -> None:
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(3))
+    use_batch_norm_(model, "local")
+    for mode in ("synced", "frozen"):
+        with pytest.raises(ValueError, match=f"batch_norm {mode}: 0 is a BatchNorm1d"):
+            use_batch_norm_(model, mode)
 
 
 def test_frozen_statistics_stay() -> None:

@@ -67,6 +67,10 @@ def cases(folder: Path) -> dict[str, Case]:
             changed(deepspeed_config=ds_json("batch.json", {"train_batch_size": 64})),
             r'batch\.json: "train_batch_size" is 64, but --global_batch_size 16 on 2 ranks is 8',
         ),
+        "a captioner": (
+            changed(model=ModelConfig("coca_ViT-B-32")),
+            r"--model.name coca_ViT-B-32: CoCa's decoder learns from a captioning loss",
+        ),
         "odd batch": (
             changed(global_batch_size=17),
             r"--global_batch_size 17 does not divide by 2 ranks: use 16 or 18",

@@ -24,7 +24,7 @@ from disco_ds.run_state import Counters
 BROKEN_STEP = 3
 
 
-def broken_trainer(config: TrainConfig, world: World) -> Any:
+def broken_trainer(config: TrainConfig, world: World, broken_step: int = BROKEN_STEP) -> Any:
     from disco_ds.run_plan import plan_run
     from disco_ds.trainer import Trainer
 
@@ -33,7 +33,7 @@ def broken_trainer(config: TrainConfig, world: World) -> Any:
 
     def poisoned(image: Any, text: Any) -> Any:
         calls[0] += 1
-        if calls[0] == BROKEN_STEP and world.rank == 1:
+        if calls[0] == broken_step and world.rank == 1:
             image = image * torch.inf
         return encode(image, text)
 
@@ -52,6 +52,16 @@ def _skip(rank: int, world_size: int, config: TrainConfig) -> None:
     statistics = trainer.strategy.own_statistics()
     assert statistics and all(value.isfinite().all() for value in statistics.values())
     trainer.close()
+
+
+def _skip_the_last_of_an_epoch(rank: int, world_size: int, config: TrainConfig) -> None:
+    trainer = broken_trainer(config, World(rank, world_size, rank), 64 // config.global_batch_size)
+    trainer.fit()
+    trainer.close()
+    if rank == 0:
+        found = read_metrics(trainer.plan.run_dir)
+        counts = {line["epoch"]: line["data/seen"] for line in found if "data/seen" in line}
+        assert counts[1] == 64, counts
 
 
 def _stop(rank: int, world_size: int, config: TrainConfig) -> None:
@@ -98,6 +108,7 @@ def _temperature(rank: int, world_size: int, configs: dict[str, TrainConfig]) ->
 
 def _all(rank: int, world_size: int, configs: dict[str, TrainConfig]) -> None:
     _skip(rank, world_size, configs["skip"])
+    _skip_the_last_of_an_epoch(rank, world_size, configs["last"])
     _stop(rank, world_size, configs["stop"])
     _too_many(rank, world_size, configs["too_many"])
     _temperature(rank, world_size, configs)
@@ -113,6 +124,7 @@ def test_all_ranks_decide_alike(tmp_path: Path) -> None:
     )
     configs = {
         "skip": dataclasses.replace(base, nonfinite="skip", run_dir=str(tmp_path / "skip")),
+        "last": dataclasses.replace(base, nonfinite="skip", run_dir=str(tmp_path / "last")),
         "stop": dataclasses.replace(base, run_dir=str(tmp_path / "stop")),
         "too_many": dataclasses.replace(
             base, nonfinite="skip", max_skipped_steps=0, run_dir=str(tmp_path / "many")
