@@ -21,6 +21,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from disco_ds import open_clip_flags
 from disco_ds.checkpoint import CheckpointConfig
 from disco_ds.comm_hooks import CommHookConfig
 from disco_ds.data.config import DataConfig
@@ -63,6 +64,10 @@ class TrainConfig:
 
     precision: Precision = "fp32"
     """Arithmetic of the encoders; loss and temperature are always fp32."""
+
+    matmul_precision: Literal["highest", "high"] = "highest"
+    """fp32 on a GPU: exact products, or in TF32 (high), as open_clip: several times faster, 10 bits
+    of mantissa. The loss's Triton kernels keep fp32 either way."""
 
     strategy: StrategyName = "auto"
     """How ranks share the work. auto: zero with --deepspeed_config, ddp on several ranks, else
@@ -184,6 +189,8 @@ def parse_command_line(
         default = presets[name]()
     if (path := special.get("--config")) is not None:
         default = read_config(Path(path))
+    if theirs := open_clip_flags.hint(rest, (f"--{name}" for name in _leaf_names(TrainConfig))):
+        raise ValueError(theirs)
     return _run_tyro(rest, default), special.get("--preset")
 
 
