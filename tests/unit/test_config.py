@@ -105,8 +105,7 @@ def test_wrong_arguments_give_one_line(arguments: list[str], message: str) -> No
 
 def table_of(path: Path) -> dict[str, str]:
     lines = [line for line in path.read_text().splitlines() if line.startswith("| `--")]
-    rows = [line.replace("`", "").strip("| ").split(" | ") for line in lines]
-    return {flag: answer for flag, answer in rows}
+    return dict(line.replace("`", "").strip("| ").split(" | ") for line in lines)
 
 
 def test_every_flag_of_open_clip_has_an_answer() -> None:
