@@ -15,7 +15,8 @@ import torch
 import tyro
 
 from disco_ds.checkpoint import ExportCommand, SaveFailed
-from disco_ds.config import TrainConfig, parse_command_line
+from disco_ds.command_line import parse_command_line
+from disco_ds.config import TrainConfig
 from disco_ds.data.batch import DataWorkerError
 from disco_ds.data.demo import ensure_demo
 from disco_ds.data.index import IndexCommand

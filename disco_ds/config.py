@@ -5,23 +5,19 @@ Each component owns its part. Precedence: defaults < ``--preset`` or ``--config`
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import difflib
-import io
 import json
 import math
-import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
 
-from disco_ds import open_clip_flags
 from disco_ds.checkpoint import CheckpointConfig
 from disco_ds.comm_hooks import CommHookConfig
 from disco_ds.data.config import DataConfig
@@ -33,8 +29,6 @@ from disco_ds.metrics import TrackingConfig
 from disco_ds.models import ModelConfig, TemperatureConfig
 from disco_ds.optim import OptimConfig
 from disco_ds.strategies.config import EngineConfig, Precision, StrategyName
-
-TYRO_TITLES = r"^(.*?Error parsing (TrainConfig: |\w+: (?=--))?|Invalid choice |Missing argument )"
 
 LossConfig = (
     Annotated[DiscoConfig, tyro.conf.subcommand("disco", prefix_name=True)]
@@ -166,112 +160,20 @@ def local_batch_size(config: TrainConfig, world_size: int) -> int:
     return size
 
 
-def parse_command_line(
-    arguments: Sequence[str], presets: Mapping[str, Callable[[], TrainConfig]]
-) -> tuple[TrainConfig, str | None]:
-    """The configuration that the arguments of train.py mean, and the preset's name.
-
-    ``--local_rank`` and ``--deepspeed``, which launchers append, are ignored.
-
-    Raises:
-        ValueError: one line naming the flag, key or file, its value and the remedy.
-        SystemExit: after ``--help``.
-    """
-    rest, special = _take_out(
-        arguments, ("--preset", "--config", "--local_rank", "--local-rank"), ("--deepspeed",)
-    )
-    if "--preset" in special and "--config" in special:
-        raise ValueError("--preset and --config exclude each other")
-    default: TrainConfig | None = None
-    if (name := special.get("--preset")) is not None:
-        if name not in presets:
-            raise ValueError(f"--preset {name}: {_suggest(name, presets)}")
-        default = presets[name]()
-    if (path := special.get("--config")) is not None:
-        default = read_config(Path(path))
-    if theirs := open_clip_flags.hint(rest, (f"--{name}" for name in _leaf_names(TrainConfig))):
-        raise ValueError(theirs)
-    return _run_tyro(rest, default), special.get("--preset")
-
-
-def _take_out(
-    arguments: Sequence[str], with_value: Sequence[str], alone: Sequence[str]
-) -> tuple[list[str], dict[str, str]]:
-    """Split off flags that are not part of the tree, in both spellings (--x V and --x=V)."""
-    rest, found = [], {}
-    queue = list(arguments)
-    while queue:
-        argument = queue.pop(0)
-        flag, equals, value = argument.partition("=")
-        if argument in alone:
-            continue
-        if flag not in with_value:
-            rest.append(argument)
-        elif equals:
-            found[flag] = value
-        elif queue:
-            found[flag] = queue.pop(0)
-        else:
-            raise ValueError(f"{flag} needs a value")
-    return rest, found
-
-
-def _run_tyro(arguments: list[str], default: TrainConfig | None) -> TrainConfig:
-    """Parse with tyro; its boxed message becomes one line."""
-    output = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(output):
-            config, unknown = tyro.cli(
-                TrainConfig,
-                prog="train.py",
-                args=arguments,
-                default=default,
-                return_unknown_args=True,
-                use_underscores=True,
-                config=(tyro.conf.CascadeSubcommandArgs, tyro.conf.FlagConversionOff),
-            )
-    except SystemExit as stop:
-        if not stop.code:
-            raise
-        raise ValueError(_one_line(output.getvalue())) from None
-    assert config is not None
-    if unknown:
-        raise ValueError(_unknown_argument(unknown[0], config))
-    return config
-
-
-def _one_line(boxed: str) -> str:
-    """The reason in a message that tyro drew in a box."""
-    words = "".join(" " if 0x2500 <= ord(char) < 0x25A0 else char for char in boxed)
-    text = " ".join(words.split()).split(" For full helptext")[0].split(" Argument helptext")[0]
-    return re.sub(TYRO_TITLES, "", text)
-
-
-def _unknown_argument(argument: str, config: TrainConfig) -> str:
-    flag = argument.partition("=")[0]
-    losses = [f"loss:{_fixed_name(option)}" for option in _dataclass_options(LossConfig)]
-    if not flag.startswith("--"):
-        return f"{argument}: {_suggest(argument, losses)}"
-    known = [f"--{name}" for name in _leaf_names(TrainConfig)]
-    if flag.startswith("--loss.") and flag in known:
-        own = f"loss:{config.loss.name}"
-        return f"{flag}: name the loss before its flags, such as {own} {flag}"
-    return f"{flag}: {_suggest(flag, known, list_all=False)}"
-
-
-def _leaf_names(cls: Any, prefix: str = "") -> Iterator[str]:
-    """Dotted names of all settings; those of every member of a union."""
+def leaves(cls: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted names and types of all settings; those of every member of a union."""
     for name, hint in typing.get_type_hints(cls).items():
-        options = _dataclass_options(hint)
+        options = options_of(hint)
         for option in options:
-            yield from _leaf_names(option, f"{prefix}{name}.")
+            yield from leaves(option, f"{prefix}{name}.")
         if not options:
-            yield f"{prefix}{name}"
+            yield f"{prefix}{name}", hint
 
 
-def _suggest(name: str, known: Iterable[str], *, list_all: bool = True) -> str:
+def suggest(name: str, known: Iterable[str], *, list_all: bool = True) -> str:
+    """The nearest known name, or all of them, in words."""
     choices = sorted(set(known))
-    if near := difflib.get_close_matches(name, choices, n=1, cutoff=0.5):
+    if near := difflib.get_close_matches(name, choices, n=1, cutoff=0.5 if list_all else 0.75):
         return f"unknown; did you mean {near[0]}?"
     return f"unknown; known are {', '.join(choices)}" if list_all else "unknown; see --help"
 
@@ -309,7 +211,7 @@ def from_plain(cls: Any, content: Any, where: str = "") -> Any:
     values = {}
     for key, value in content.items():
         if key not in known:
-            raise ValueError(f"key {where}{key}: {_suggest(key, known)}")
+            raise ValueError(f"key {where}{key}: {suggest(key, known)}")
         values[key] = _from_plain_value(hints[key], value, f"{where}{key}")
     try:
         return cls(**values)
@@ -319,19 +221,20 @@ def from_plain(cls: Any, content: Any, where: str = "") -> Any:
 
 
 def _from_plain_value(hint: Any, value: Any, where: str) -> Any:
-    options = _dataclass_options(hint)
+    options = options_of(hint)
     if not options:
         return _validated(hint, value, where)
     if len(options) == 1:
         return from_plain(options[0], value, f"{where}.")
-    by_name = {_fixed_name(option): option for option in options}
+    by_name = {fixed_name(option): option for option in options}
     name = value.get("name") if isinstance(value, dict) else None
     if name not in by_name:
-        raise ValueError(f"key {where}.name: {name!r} {_suggest(str(name), by_name)}")
+        raise ValueError(f"key {where}.name: {name!r} {suggest(str(name), by_name)}")
     return from_plain(by_name[name], value, f"{where}.")
 
 
-def _dataclass_options(hint: Any) -> list[Any]:
+def options_of(hint: Any) -> list[Any]:
+    """The dataclasses that a type names: itself, or the members of a union."""
     parts = typing.get_args(hint) if _is_union(hint) else (hint,)
     bare = [typing.get_args(p)[0] if typing.get_origin(p) is Annotated else p for p in parts]
     return [part for part in bare if dataclasses.is_dataclass(part)]
@@ -341,7 +244,8 @@ def _is_union(hint: Any) -> bool:
     return typing.get_origin(hint) in (typing.Union, types.UnionType)
 
 
-def _fixed_name(option: Any) -> str:
+def fixed_name(option: Any) -> str:
+    """By which name a member of a union is chosen."""
     return next(str(f.default) for f in dataclasses.fields(option) if f.name == "name")
 
 

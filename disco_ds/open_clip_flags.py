@@ -95,6 +95,9 @@ def hint(arguments: Iterable[str], known: Iterable[str]) -> str | None:
     """One line for the first argument that is a flag of open_clip_train and not among ``known``."""
     own = set(known)
     for argument in arguments:
+        if argument.startswith(("amp", "pure_")):
+            own_name = "bf16" if argument.endswith(("bf16", "bfloat16", "amp")) else "fp16"
+            return f"--precision {argument} is open_clip's: here it is --precision {own_name}"
         flag = argument.partition("=")[0]
         theirs = flag.replace("_", "-")
         if flag in own or theirs.replace("-", "_").replace("__", "--", 1) in own:

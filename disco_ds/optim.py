@@ -56,6 +56,12 @@ class OptimConfig:
             )
         if self.warmup_steps < 0:
             raise ValueError(f"--optim.warmup_steps {self.warmup_steps}: must not be negative")
+        for name in ("beta1", "beta2"):
+            if not 0 <= (value := getattr(self, name)) < 1:
+                raise ValueError(f"--optim.{name} {value:g}: must be at least 0 and below 1")
+        for name in ("eps", "weight_decay"):
+            if (value := getattr(self, name)) < 0:
+                raise ValueError(f"--optim.{name} {value:g}: must not be negative")
         if self.max_grad_norm is not None and self.max_grad_norm <= 0:
             raise ValueError(
                 f"--optim.max_grad_norm {self.max_grad_norm:g}: must be positive; leave it out "

@@ -1,7 +1,7 @@
 """Train on Slurm: submit, sweep, survive preemption, see what happened.
 
     python launchers/slurm.py train --nodes 2 --gpus_per_node 8 -- --preset vit_b_32 ...
-    python launchers/slurm.py array --sweep launchers/sweeps/demo.yaml -- --preset demo
+    python launchers/slurm.py array --sweep launchers/sweeps/losses.yaml -- --preset demo
     python launchers/slurm.py status | logs -f RUN | stop RUN | cancel RUN | retry RUN
 
 ``--help`` after a command lists its flags; launchers/README.md explains them.

@@ -65,32 +65,34 @@ class DataConfig:
         )
         for name in amounts:
             if getattr(self, name) < 0:
-                raise ValueError(f"data.{name}={getattr(self, name)}: must not be negative")
+                raise ValueError(f"--data.{name} {getattr(self, name)}: must not be negative")
         for name in ("prefetch_batches", "max_image_pixels", "read_timeout"):
             if getattr(self, name) <= 0:
-                raise ValueError(f"data.{name}={getattr(self, name)}: must be positive")
+                raise ValueError(f"--data.{name} {getattr(self, name)}: must be positive")
         for name in ("max_bad_share", "max_bad_shards"):
             if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"data.{name}={getattr(self, name)}: must be from 0 to 1")
+                raise ValueError(f"--data.{name} {getattr(self, name)}: must be from 0 to 1")
         self._check_captions()
         self._check_weights()
 
     def _check_captions(self) -> None:
         if not self.captions:
-            raise ValueError("data.captions is empty: name txt or json.FIELD")
+            raise ValueError("--data.captions is empty: name txt or json.FIELD")
         for name in self.captions:
             if name != "txt" and not (name.startswith("json.") and len(name) > len("json.")):
-                raise ValueError(f"data.captions: {name!r} is neither txt nor json.FIELD")
+                raise ValueError(f"--data.captions: {name!r} is neither txt nor json.FIELD")
 
     def _check_weights(self) -> None:
         if not self.weights:
             return
         if self.mode != "resampled":
-            raise ValueError("data.weights needs data.mode=resampled (exact takes every sample)")
+            raise ValueError(
+                "--data.weights needs --data.mode resampled (exact takes every sample)"
+            )
         if len(self.weights) != len(self.shards):
             raise ValueError(
-                f"data.weights has {len(self.weights)} numbers for {len(self.shards)} entries of "
-                "data.shards"
+                f"--data.weights has {len(self.weights)} numbers for {len(self.shards)} entries of "
+                "--data.shards"
             )
         if min(self.weights) < 0 or sum(self.weights) <= 0:
-            raise ValueError(f"data.weights={self.weights}: must not be negative, nor all 0")
+            raise ValueError(f"--data.weights {self.weights}: must not be negative, nor all 0")

@@ -47,10 +47,17 @@ class Judge:
                 f"none of {self._num_fruitless} samples can be used "
                 f"({_most_common(self._reasons)}); wanted: an image and a caption from "
                 f"{self._captions}; members found: {_most_common(self._names)}"
+                f"{self._other_captions()}"
             )
         if not repeated:  # else another consumer's share
             self._counts[f"skipped_{reason}"] += 1
             check_bad_share(self._counts, self._max_bad_share)
+
+    def _other_captions(self) -> str:
+        """Where img2dataset leaves captions without a ``.txt``."""
+        if "json" in self._names and "txt" not in self._names and self._captions == "txt":
+            return ". A caption in json: --data.captions json.caption"
+        return ""
 
 
 def check_bad_share(
@@ -69,7 +76,7 @@ def check_bad_share(
     if total >= at_least and bad.total() > limit * total:
         raise ValueError(
             f"{bad.total()} of {total} samples had to be skipped ({_most_common(bad)}), more than "
-            f"data.max_bad_share={limit:g} allows; disco-ds validate lists them"
+            f"--data.max_bad_share {limit:g} allows; disco-ds validate lists them"
         )
 
 

@@ -289,7 +289,7 @@ def check_feed(
         raise ValueError(f"local_batch_size={local_batch_size}: must be at least 1")
     if config.num_samples is not None and config.num_samples != index.num_samples:
         raise ValueError(
-            f"data.num_samples={config.num_samples}, but the shards hold {index.num_samples}"
+            f"--data.num_samples {config.num_samples}, but the shards hold {index.num_samples}"
         )
     global_batch_size = world.world_size * local_batch_size
     if index.num_samples < global_batch_size:
@@ -308,7 +308,7 @@ def _warn_of_few_shards(index: ShardIndex, topology: Topology) -> None:
     if filled < num_consumers:
         logger.warning(
             "%d shards for %d consumers (%d ranks x %d workers): shards are read by several. "
-            "More shards, fewer workers or data.mode=resampled avoid that",
+            "More shards, fewer workers or --data.mode resampled avoid that",
             *(filled, num_consumers, topology.world_size, topology.num_slots),
         )
 

@@ -73,9 +73,10 @@ def fsspec_filesystem(url: str) -> tuple[Any, str]:
     try:
         filesystem, path = importlib.import_module("fsspec.core").url_to_fs(url)
     except ImportError as error:
+        extra = url.startswith(("s3://", "http://", "https://"))
+        remedy = "pip install 'disco_ds[remote]'" if extra else str(error)
         raise ValueError(
-            f"{url}: reading this address needs {error.name or error}: "
-            "pip install 'disco_ds[remote]', or use a pipe: command"
+            f"{url}: a package for such addresses is missing: {remedy}; or use a pipe: command"
         ) from error
     return filesystem, path
 

@@ -135,11 +135,15 @@ def choose_caption(
             return first
     elif candidates := list(filled):
         return candidates[choice % len(candidates)]
-    if not any(name.split(".", 1)[0] in members for name in fields):
+    if not any(_is_there(members, *name.split(".", 1)) for name in fields):
         raise SkipSampleError("missing_caption")
     if not keep_empty:
         raise SkipSampleError("empty_caption")
     return ""
+
+
+def _is_there(members: Mapping[str, bytes], suffix: str, field: str | None = None) -> bool:
+    return suffix in members and (field is None or field in parse_json(members[suffix]))
 
 
 def _captions(members: Mapping[str, bytes], fields: Sequence[str]) -> Iterator[str]:

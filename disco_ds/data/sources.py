@@ -31,6 +31,8 @@ from disco_ds.data.remote import PIPE, fsspec_filesystem, is_local, local_path
 logger = logging.getLogger(__name__)
 
 SHARD_SUFFIXES = (".tar", ".tar.gz", ".tgz")
+# What lies beside shards, where a shell expanded a pattern.
+NO_SHARD_SUFFIXES = (".parquet", ".json", ".csv", ".tsv", ".npy", ".jpg", ".png")
 
 
 @dataclass(frozen=True)
@@ -162,7 +164,9 @@ def _expand(
     """Shards of one source, in order; ``lists`` are those that led to it."""
     if not source.strip():
         raise ValueError("an empty shard name")
+    source = os.path.expanduser(source)  # noqa: PTH111  (braces and stars are not a path's)
     if is_local(source) and local_path(source).is_file():
+        _refuse_what_lies_beside(source)
         if source.endswith(".txt"):
             yield from _expand_list(source, missing, lists)
         else:  # braces and stars are part of its name
@@ -183,6 +187,14 @@ def _expand(
         raise ValueError(_not_found(source, urls[0]))
     if gaps:
         logger.warning("%s: %d of %d shards do not exist: skipped", source, gaps, len(urls))
+
+
+def _refuse_what_lies_beside(source: str) -> None:
+    if source.endswith(NO_SHARD_SUFFIXES):
+        raise ValueError(
+            f"{source}: not a shard; name its folder, or put a pattern such as "
+            f"'{local_path(source).parent / '*.tar'}' in quotes"
+        )
 
 
 def _expand_list(
@@ -234,7 +246,11 @@ def _not_found(source: str, url: str) -> str:
     what = source if url == source else f"{source}: {url}"
     path = local_path(url)
     if path.is_dir():
-        return f"{what}: the folder holds no .tar file"
+        below = next((p for p in path.glob("*/*") if _is_shard(p.name)), None)
+        hint = f", but its folders do: '{path / '**' / '*.tar'}'" if below else ""
+        return f"{what}: the folder holds no .tar file{hint}"
+    if "::" in source:
+        return f"{what}: no such shard; several sources are separated by spaces, not by ::"
     folder = path.parent
     while not folder.exists():
         folder = folder.parent

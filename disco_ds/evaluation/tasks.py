@@ -12,6 +12,7 @@ the class folders. Class names and templates can be a file's, or open_clip's (``
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -94,6 +95,8 @@ def _image_folder_task(folder: Path, classes: str | None, templates: str | None)
         )
     own_classes, own_templates = folder / CLASS_FILE, folder / TEMPLATE_FILE
     named = classes or (str(own_classes) if own_classes.is_file() else None)
+    if named is None and all(re.fullmatch(r"n\d{8}", name) for name in folders):
+        named = _named_by_wordnet(folder, folders)
     names = read_classes(named) if named else tuple(name.replace("_", " ") for name in folders)
     if len(names) != len(folders):
         raise ValueError(
@@ -105,6 +108,17 @@ def _image_folder_task(folder: Path, classes: str | None, templates: str | None)
     captions = read_templates(templates or "imagenet")
     list_images(folder)
     return ZeroShotTask(folder.resolve().name, names, captions, (), folder)
+
+
+def _named_by_wordnet(folder: Path, folders: Sequence[str]) -> str:
+    """Class names for folders called by WordNet's ids: sorted, they are in ImageNet's order."""
+    if len(folders) == 1000:
+        return "imagenet"
+    raise ValueError(
+        f"zero-shot set {folder}: its {len(folders)} class folders are called by WordNet's ids, "
+        f"such as {folders[0]}: put their names into {folder / CLASS_FILE}, one a line in the "
+        "order of the folders"
+    )
 
 
 def list_images(folder: Path) -> list[tuple[Path, int]]:

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from disco_ds.checkpoint import find_checkpoint
-from disco_ds.config import TrainConfig, from_plain, local_batch_size, parse_command_line
+from disco_ds.command_line import parse_command_line
+from disco_ds.config import TrainConfig, from_plain, local_batch_size
 from disco_ds.launch import sweep as sweeps
 from disco_ds.launch.executor import (
     DiscoExecutor,

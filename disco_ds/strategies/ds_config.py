@@ -37,6 +37,11 @@ class RunNumbers:
         """Pairs per rank and step."""
         return self.global_batch_size // self.world_size
 
+    @property
+    def num_micro_batches(self) -> int:
+        """Forward passes with gradients per rank and step."""
+        return -(-self.local_batch_size // self.micro_batch_size)
+
 
 def read_ds_config(path: Path) -> dict[str, Any]:
     """The JSON object in ``path``.
@@ -194,6 +199,12 @@ def _check_batch(source: str, config: dict[str, Any], run: RunNumbers) -> None:
     remedy = 'say "auto" in the file, or change --global_batch_size'
     if total not in AUTO and total != run.global_batch_size:
         raise ValueError(f'{source}: "train_batch_size" is {total}, but {ours}; {remedy}')
+    if steps not in AUTO and steps > 1 and steps != run.num_micro_batches:
+        raise ValueError(
+            f'{source}: "gradient_accumulation_steps" is {steps}, but {ours}, which is '
+            f"{run.num_micro_batches} micro-batch(es) of {run.micro_batch_size}; say "
+            f'"auto" in the file, or --micro_batch_size {max(1, run.local_batch_size // steps)}'
+        )
     if micro in AUTO:
         return
     per_rank = micro * (1 if steps in AUTO else steps)

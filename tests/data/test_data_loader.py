@@ -132,11 +132,11 @@ def test_fewer_shards_than_consumers_is_said(
             "10 samples in 2 shards cannot fill one global batch of 12",
         ),
         ({"batch": 0}, "local_batch_size=0"),
-        ({"weights": (1.0,)}, "weights needs data.mode=resampled"),
+        ({"weights": (1.0,)}, "weights needs --data.mode resampled"),
         ({"weights": (1.0, 2.0, 3.0), "mode": "resampled"}, "3 numbers for 2 entries"),
         ({"captions": ("json",)}, "'json' is neither txt nor json.FIELD"),
-        ({"num_workers": -1}, "num_workers=-1: must not be negative"),
-        ({"max_bad_share": 2.0}, "max_bad_share=2.0: must be from 0 to 1"),
+        ({"num_workers": -1}, "--data.num_workers -1: must not be negative"),
+        ({"max_bad_share": 2.0}, "--data.max_bad_share 2.0: must be from 0 to 1"),
     ],
 )
 def test_impossible_settings_are_refused(

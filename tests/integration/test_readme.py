@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from disco_ds.config import parse_command_line
+from disco_ds.command_line import parse_command_line
 from disco_ds.metrics import read_metrics
 from disco_ds.presets import PRESETS
 

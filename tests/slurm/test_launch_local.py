@@ -24,7 +24,7 @@ from launch_cases import (
 )
 from shards import write_shards
 
-from disco_ds.config import parse_command_line
+from disco_ds.command_line import parse_command_line
 from disco_ds.launch import Job, JobFailed, Resources, submit
 from disco_ds.launch.cli import main
 from disco_ds.launch.folder import RunFolder

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from disco_ds.checkpoint import as_plain
+from disco_ds.command_line import parse_command_line
 from disco_ds.config import (
     TrainConfig,
-    _dataclass_options,
-    _leaf_names,
+    leaves,
     local_batch_size,
-    parse_command_line,
+    options_of,
     read_config,
 )
 from disco_ds.data.config import DataConfig
@@ -75,7 +75,10 @@ def test_launcher_arguments_are_swallowed() -> None:
         (["--preset", "demo", "--optim.lr", "-1"], r"^--optim.lr -1 and --optim.min_lr 0: need"),
         (["--preset", "demo", "--precision", "fp8"], r"^invalid choice 'fp8' .*--precision"),
         (["--preset", "demo", "loss:sigli"], r"^loss:sigli: unknown; did you mean loss:siglip\?$"),
-        (["--preset", "demo", "--epochs", "1"], r"^give exactly one of --steps and --epochs$"),
+        (
+            ["--preset", "demo", "--epochs", "1", "--steps", "1"],
+            r"^give exactly one of --steps and --epochs$",
+        ),
         (["--preset", "demo", "--global_batch_size", "1"], r"^--global_batch_size 1: .*2 pairs"),
         (["--preset", "demo", "--micro_batch_size", "0"], r"^--micro_batch_size 0: must be pos"),
         (["--preset", "demo", "--resume", "latest"], r"^--resume latest needs --run_dir"),
@@ -84,7 +87,7 @@ def test_launcher_arguments_are_swallowed() -> None:
         (["--preset", "demo", "--optim.lr", "nan"], r"^--optim.lr nan: must be a finite number$"),
         (["--preset", "demo", "--timeout_seconds", "nan"], r"^--timeout_seconds nan: must be a f"),
         (["--preset", "demo", "--max_skipped_steps", "-1"], r"^--max_skipped_steps -1: must not"),
-        (["--preset", "demo", "--data.retry_seconds", "-1"], r"data.retry_seconds=-1.*must not"),
+        (["--preset", "demo", "--data.retry_seconds", "-1"], r"^--data.retry_seconds -1.*must not"),
         (["--preset", "demo", "--temperature.init", "200"], r"--temperature.init 200: must lie"),
         (["--train-data", "a.tar"], r"^--train-data is open_clip's: here it is --data.shards$"),
         (
@@ -93,6 +96,15 @@ def test_launcher_arguments_are_swallowed() -> None:
         ),
         (["--model", "ViT-B-32", "--steps", "1"], r"^--model is .*here it is --model.name$"),
         (["--csv-separator", ","], r"^--csv-separator is open_clip's and has no counterpart: sh"),
+        (["--precision", "amp_bf16"], r"^--precision amp_bf16 is .*here it is --precision bf16$"),
+        (["--preset", "demo", "--loss.rho", "3"], r"^--loss.rho: name the .*: loss:fastclip, then"),
+        (
+            ["--preset", "demo", "--loss.name", "siglip"],
+            r"^--loss.name: a loss is chosen by one of loss:d",
+        ),
+        (["--preset", "demo", "--optim.beta2", "1.5"], r"^--optim.beta2 1.5: must be .* below 1$"),
+        (["--preset", "demo", "--optim.weight_decay", "-1"], r"^--optim.weight_decay -1: must not"),
+        (["--preset", "demo", "--model.lock_image", "maybe"], r"maybe.*--model.lock_image"),
         (["--config", "no.json"], r"^--config no.json: cannot read it \(No such file"),
         (["--config", "x", "--preset", "demo"], r"exclude each other$"),
     ],
@@ -101,6 +113,21 @@ def test_wrong_arguments_give_one_line(arguments: list[str], message: str) -> No
     with pytest.raises(ValueError, match=message) as caught:
         parse(*arguments)
     assert "\n" not in str(caught.value)
+
+
+def test_a_flag_for_the_length_replaces_the_presets() -> None:
+    config = parse("--preset", "demo", "--epochs", "2")
+    assert (config.epochs, config.steps) == (2, None)
+    config = parse("--preset", "vit_b_32", "--steps=100", "--data.shards", "x")
+    assert (config.epochs, config.steps) == (None, 100)
+
+
+@pytest.mark.parametrize("spelt", [[], ["True"], ["true"], ["1"]], ids=str)
+def test_switches_are_spelt_as_people_do(spelt: list[str]) -> None:
+    base = ("--preset", "demo", "--model.lock_image", *spelt, "--model.lock_text=no")
+    assert parse(*base).model.lock_image
+    assert parse(*base, "--plan", "loss:siglip", "--seed", "1").plan
+    assert not parse(*base, "--plan", "false", "--seed", "1").plan
 
 
 def table_of(path: Path) -> dict[str, str]:
@@ -113,7 +140,7 @@ def test_every_flag_of_open_clip_has_an_answer() -> None:
 
     source = inspect.getsource(inspect.getmodule(parse_args))
     theirs = set(re.findall(r'"(--[a-z][a-z0-9-]+)"', source))
-    own = {f"--{name}" for name in _leaf_names(TrainConfig)}
+    own = {f"--{name}" for name, _ in leaves(TrainConfig)}
     assert len(theirs) > 80
     # Equal in both, so parsed as ours.
     assert theirs - own - set(HERE) - set(NOT_HERE) == set()
@@ -161,7 +188,7 @@ def test_every_setting_has_help() -> None:
         cls = queue.pop()
         source = inspect.getsource(cls)
         for name, hint in typing.get_type_hints(cls).items():
-            options = _dataclass_options(hint)
+            options = options_of(hint)
             queue += options
             seen += not options
             if not options:
