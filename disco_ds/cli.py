@@ -130,7 +130,7 @@ def _run(config: TrainConfig, preset: str | None, world: World, watchdog: Watchd
             if world.is_main:
                 ensure_demo(DEMO_DATA)
     name = preset or config.model.name
-    plan = plan_run(config, world, run_name=name)
+    plan = plan_run(config, world, run_name=name, tick=watchdog.tick)
     logger.info(
         "%s on %d rank(s), %s: %d samples, global batch %d (%d per rank), run folder %s",
         config.model.name,

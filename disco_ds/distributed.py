@@ -6,13 +6,15 @@ handed a :class:`World`.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import random
 import socket
 import sys
+import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -21,12 +23,15 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from disco_ds.ranks import Ranks, resolve_ranks
 from disco_ds.rendezvous import store_from_environment
 
 T = TypeVar("T")
+
+POLL_SECONDS = 0.5
+_works = itertools.count()  # the same on all ranks, as calls of collectives are
 
 
 @dataclass(frozen=True)
@@ -115,7 +120,7 @@ def init_process_group(world: World, *, timeout_seconds: float) -> None:
     )
     if world.device.type == "cuda":
         own = f"{socket.gethostname()} {torch.cuda.get_device_properties(world.device).uuid}"
-        check_own_devices(dist.distributed_c10d._get_default_store(), world, own)
+        check_own_devices(_default_store(), world, own)
 
 
 def check_own_devices(store: Store, world: World, own: str) -> None:
@@ -177,6 +182,55 @@ def exit_alone(status: int, world: World, error: BaseException | None = None) ->
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+def while_main_works(
+    world: World, work: Callable[[Callable[[], None]], T], *, tick: Callable[[], None]
+) -> T | None:
+    """Long work of the main rank, which the others follow without a collective that times out.
+
+    Args:
+        work: done on the main rank; calls its argument whenever it gets on.
+        tick: called on every rank when the main rank gets on; for a watchdog.
+
+    Returns:
+        What ``work`` returns; None on the other ranks, also when it raised on the main rank.
+    """
+    if world.world_size == 1:
+        return work(tick)
+    store = PrefixStore(f"disco_ds/work/{next(_works)}", _default_store())
+    if world.is_main:
+        beats = _Beats(store, tick)
+        try:
+            return work(beats.beat)
+        finally:
+            store.set("done", "")
+    seen = 0
+    while not store.check(["done"]):
+        if (now := store.add("beats", 0)) != seen:
+            seen = now
+            tick()
+        time.sleep(POLL_SECONDS)
+    return None
+
+
+class _Beats:
+    """Tells the other ranks, at most once a second, that there is progress."""
+
+    def __init__(self, store: Store, tick: Callable[[], None]) -> None:
+        self._store, self._tick, self._last = store, tick, 0.0
+
+    def beat(self) -> None:
+        """There is progress."""
+        if (now := time.monotonic()) - self._last >= 1:
+            self._last = now
+            self._store.add("beats", 1)
+        self._tick()
+
+
+def _default_store() -> Store:
+    store: Store = dist.distributed_c10d._get_default_store()
+    return store
 
 
 def mean_over_ranks_(tensors: Sequence[torch.Tensor], world: World) -> None:

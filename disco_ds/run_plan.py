@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -12,7 +13,7 @@ from disco_ds.comm_hooks import CommHook
 from disco_ds.config import TrainConfig, local_batch_size
 from disco_ds.data.index import ShardIndex, configured_index
 from disco_ds.data.loader import check_feed
-from disco_ds.distributed import World, agreed, broadcast_object
+from disco_ds.distributed import World, agreed, broadcast_object, while_main_works
 from disco_ds.evaluation.run import check_evaluation
 from disco_ds.evaluation.tasks import ZeroShotTask
 from disco_ds.models import ModelConfig, check_trainable
@@ -22,6 +23,8 @@ from disco_ds.strategies.ds_config import RunNumbers
 from disco_ds.weights import find_initial_weights
 
 logger = logging.getLogger(__name__)
+
+INDEX_FILE = "index.json"
 
 
 @dataclass(frozen=True)
@@ -41,32 +44,57 @@ class RunPlan:
     checkpoint: Path | None
 
 
-def plan_run(config: TrainConfig, world: World, *, run_name: str) -> RunPlan:
+@dataclass(frozen=True)
+class Parts:
+    """What follows from the configuration and the number of ranks alone."""
+
+    local_batch_size: int
+    strategy: Strategy
+    comm_hook: CommHook | None
+
+
+def choose_parts(config: TrainConfig, world: World) -> Parts:
+    """Check the settings against each other; touches no data and no device.
+
+    Raises:
+        ValueError: one line naming the flag, key or file and the remedy.
+    """
+    local = local_batch_size(config, world.world_size)
+    numbers = RunNumbers(
+        global_batch_size=config.global_batch_size,
+        world_size=world.world_size,
+        micro_batch_size=min(local, config.micro_batch_size or local),
+        precision=config.precision,
+        max_grad_norm=config.optim.max_grad_norm,
+    )
+    strategy = build_strategy(
+        config.strategy, config.deepspeed_config, numbers, world, engine=config.engine
+    )
+    strategy.check_optimizer(config.optim)
+    comm_hook = choose_comm_hook(config.deepspeed_config, config.comm_hook).build()
+    check_trainable(config.model.name)
+    if not config.data.shards:
+        raise ValueError("--data.shards: no training data given")
+    return Parts(local, strategy, comm_hook)
+
+
+def plan_run(
+    config: TrainConfig, world: World, *, run_name: str, tick: Callable[[], None] = lambda: None
+) -> RunPlan:
     """Check everything that can be checked before work starts, and agree on the run folder.
 
-    Collective. Reads shard indices on the main rank.
+    Collective. Reads shard indices on the main rank; ``tick`` is called on all ranks meanwhile.
 
     Raises:
         AgreedError: on all ranks, one line naming the flag, key or file and the remedy.
     """
     with agreed(world):
-        local = local_batch_size(config, world.world_size)
-        numbers = RunNumbers(
-            global_batch_size=config.global_batch_size,
-            world_size=world.world_size,
-            micro_batch_size=min(local, config.micro_batch_size or local),
-            precision=config.precision,
-            max_grad_norm=config.optim.max_grad_norm,
-        )
-        strategy = build_strategy(
-            config.strategy, config.deepspeed_config, numbers, world, engine=config.engine
-        )
-        strategy.check_optimizer(config.optim)
-        strategy.check_device()
-        comm_hook = choose_comm_hook(config.deepspeed_config, config.comm_hook).build()
-        check_trainable(config.model.name)
+        parts = choose_parts(config, world)
+        parts.strategy.check_device()
         tasks = check_evaluation(config.evaluation, world)
-        index = _read_index(config) if world.is_main else None
+    local = parts.local_batch_size
+    with agreed(world):
+        index = while_main_works(world, lambda beat: _read_index(config, beat), tick=tick)
         if index is not None:
             check_feed(config.data, index, world=world, local_batch_size=local)
     run_dir = Path(broadcast_object(_run_dir(config, run_name), world))
@@ -74,6 +102,8 @@ def plan_run(config: TrainConfig, world: World, *, run_name: str) -> RunPlan:
         found = _resume_point(config, run_dir) if world.is_main else None
         if world.is_main:
             _create_run_dir(run_dir, resuming=config.resume is not None)
+        if index is not None and config.data.index is None:
+            index.save(run_dir / INDEX_FILE)
     checkpoint = Path(name) if (name := broadcast_object(str(found or ""), world)) else None
     with agreed(world):
         _check_seen_by_all(checkpoint)
@@ -82,7 +112,15 @@ def plan_run(config: TrainConfig, world: World, *, run_name: str) -> RunPlan:
         model = _found_init(config.model, world) if checkpoint is None else _without_init(config)
     shared_index = broadcast_object(index, world)
     return RunPlan(
-        config, run_dir, local, model, strategy, comm_hook, shared_index, tasks, checkpoint
+        config=config,
+        run_dir=run_dir,
+        local_batch_size=local,
+        model=model,
+        strategy=parts.strategy,
+        comm_hook=parts.comm_hook,
+        index=shared_index,
+        tasks=tasks,
+        checkpoint=checkpoint,
     )
 
 
@@ -120,10 +158,13 @@ def _weights_of(folder: Path) -> Path:
     return found / MODEL_FILE
 
 
-def _read_index(config: TrainConfig) -> ShardIndex:
-    if not config.data.shards:
-        raise ValueError("--data.shards: no training data given")
-    return configured_index(config.data)
+def _read_index(config: TrainConfig, on_shard: Callable[[], None]) -> ShardIndex:
+    """By ``--data.index``, or by the one that the run kept when it began."""
+    data = config.data
+    if data.index is None and config.resume is not None and config.run_dir is not None:
+        kept = Path(config.run_dir) / INDEX_FILE
+        data = replace(data, index=kept if kept.is_file() else None)
+    return configured_index(data, on_shard=on_shard)
 
 
 def _run_dir(config: TrainConfig, run_name: str) -> str:

@@ -13,7 +13,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -33,6 +33,7 @@ from disco_ds.data.sources import (
     resolve,
     shard_name,
     stated_samples,
+    trusted_remote,
 )
 from disco_ds.data.tar import ShardError, read_groups
 from disco_ds.output import check_writable
@@ -133,6 +134,7 @@ def build_index(
     require_stats: bool = False,
     max_bad_shards: float = 0.1,
     timeout: float = DEFAULT_TIMEOUT_SECONDS,
+    on_shard: Callable[[], None] = lambda: None,
 ) -> ShardIndex:
     """Count the samples of all shards that ``sources`` name.
 
@@ -148,6 +150,7 @@ def build_index(
         require_stats: leave out shards without a stats file of img2dataset.
         max_bad_shards: share of unreadable or damaged shards that is tolerated.
         timeout: seconds without a byte after which a remote read fails.
+        on_shard: called after each shard that was read.
 
     Raises:
         ValueError: no such shard or pattern; no shard is a tar with samples; too many are bad.
@@ -167,6 +170,7 @@ def build_index(
         for number, shard in zip(todo, _progress(results, len(todo), progress), strict=True):
             _report(shard)
             shards[number] = shard
+            on_shard()
     found = cast("list[Shard]", shards)
     _check_damage(found, max_bad_shards)
     _warn_of_copies(found)
@@ -176,13 +180,15 @@ def build_index(
     return index
 
 
-def configured_index(config: DataConfig, *, progress: bool = False) -> ShardIndex:
+def configured_index(
+    config: DataConfig, *, on_shard: Callable[[], None] = lambda: None
+) -> ShardIndex:
     """The index of the training data that settings name; see :func:`build_index`."""
     return build_index(
         config.shards,
         cache=config.index,
         num_workers=min(8, os.cpu_count() or 1),
-        progress=progress,
+        on_shard=on_shard,
         missing=config.missing_shards,
         require_stats=config.require_stats,
         max_bad_shards=config.max_bad_shards,
@@ -197,6 +203,10 @@ def count_shard(location: Location, *, counts: Literal["read", "trust"], timeout
     """
     stated, stated_by = stated_samples(location.url)
     shard = Shard(location.url, 0, 0, "", location.source)
+    if counts == "trust" and (known := trusted_remote(location.url, EDGE_BYTES)) is not None:
+        samples, size, head, tail = known
+        identity = _fingerprint(size, head, tail)
+        return replace(shard, num_samples=samples, num_bytes=size, fingerprint=identity)
     try:
         stream, num_bytes = open_shard(location.url, timeout=timeout)
     except OSError as error:

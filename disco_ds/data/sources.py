@@ -114,6 +114,25 @@ def stated_samples(url: str) -> tuple[int | None, str]:
     return (count if isinstance(count, int) else None), sizes.name
 
 
+def trusted_remote(url: str, edge_bytes: int) -> tuple[int, int, bytes, bytes] | None:
+    """A remote shard without reading it: samples by its ``_stats.json``, size, first, last bytes.
+
+    None for local files and commands, and where img2dataset's file is missing.
+    """
+    if is_local(url) or url.startswith(PIPE):
+        return None
+    try:
+        filesystem, path = fsspec_filesystem(url)
+        folder, _, name = path.rpartition("/")
+        stats = json.loads(filesystem.cat_file(f"{folder}/{name.split('.', 1)[0]}_stats.json"))
+        num_samples, num_bytes = int(stats["successes"]), int(filesystem.size(path))
+        head = filesystem.cat_file(path, 0, min(edge_bytes, num_bytes))
+        tail = filesystem.cat_file(path, max(0, num_bytes - edge_bytes), num_bytes)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return num_samples, num_bytes, head, tail
+
+
 def has_sizes_without(url: str) -> bool:
     """There is a sizes.json beside the shard, and the shard is not in it."""
     path = local_path(url)

@@ -10,6 +10,7 @@ from pathlib import Path
 from disco_ds.launch import sweep as sweeps
 from disco_ds.launch.executor import job_script_path, max_array_size, require_slurm
 from disco_ds.launch.folder import RunFolder
+from disco_ds.launch.preflight import check_settings
 from disco_ds.launch.resources import Resources
 from disco_ds.launch.script import Placement
 from disco_ds.launch.snapshot import take_snapshot
@@ -87,6 +88,8 @@ def submit_sweep(
     is_slurm = resources.cluster == "slurm"
     if is_slurm:
         require_slurm()
+    for member in members:
+        check_settings(member.config, resources)
     limit = max_array_size() if is_slurm else len(members)
     stamp = f"{datetime.now():%Y%m%d-%H%M%S-%f}"
     base = folder.absolute() / "submissions" / stamp

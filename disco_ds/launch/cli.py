@@ -9,18 +9,20 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import tyro
 
+from disco_ds.config import TrainConfig
 from disco_ds.launch.commands import COMMANDS, Command, with_resources
 from disco_ds.launch.resources import Resources, load_profile
 
 WRONG_INPUT = 2
 SUBMITTING = ("train", "array")
-CLUSTERS = "--cluster slurm|local|debug"
+# First parts of flags of train.py, by which a forgotten -- is recognised.
+TRAIN_FLAGS = {"preset", "config", *(f.name for f in dataclasses.fields(TrainConfig))}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -56,7 +58,9 @@ def _parse(words: list[str]) -> Any:
     cls: Any = Command
     if words and words[0] in SUBMITTING:
         cls = COMMANDS[words[0]]
-        kwargs = {"args": words[1:], "default": with_resources(words[0], _defaults(words))}
+        words, more = _take_pairs(words)
+        default = with_resources(words[0], _defaults(words, more))
+        kwargs = {"args": words[1:], "default": default}
     try:
         with contextlib.redirect_stderr(output):
             return tyro.cli(
@@ -71,10 +75,35 @@ def _parse(words: list[str]) -> Any:
         raise ValueError(_one_line(output.getvalue())) from None
 
 
-def _defaults(words: Sequence[str]) -> Resources:
+def _take_pairs(words: Sequence[str]) -> tuple[list[str], dict[str, dict[str, str]]]:
+    """Split off ``--env`` and ``--sbatch``, which may be repeated: NAME VALUE ... or NAME=VALUE."""
+    rest: list[str] = []
+    found: dict[str, dict[str, str]] = {"env": {}, "sbatch": {}}
+    queue = list(words)
+    while queue:
+        flag, dot, name = queue.pop(0).partition(".")
+        if flag.removeprefix("--") not in found or not flag.startswith("--"):
+            rest.append(f"{flag}{dot}{name}")
+            continue
+        pairs = found[flag.removeprefix("--")]
+        if dot:  # --env.NAME VALUE
+            queue.insert(0, name)
+        elif not queue or queue[0].startswith("--"):
+            raise ValueError(f"{flag} needs NAME VALUE")
+        while queue and not queue[0].startswith("--"):
+            name, equals, value = queue.pop(0).partition("=")
+            if not equals and not queue:
+                raise ValueError(f"{flag} {name} needs a value: {flag} {name} VALUE")
+            pairs[name] = value if equals else queue.pop(0)
+    return rest, found
+
+
+def _defaults(words: Sequence[str], more: Mapping[str, Mapping[str, str]]) -> Resources:
     """The profile, with --cluster already in it: what is allowed depends on it."""
     profile = _value(words, "--profile")
     resources = load_profile(Path(profile)) if profile is not None else Resources()
+    merged = {field: {**getattr(resources, field), **pairs} for field, pairs in more.items()}
+    resources = dataclasses.replace(resources, **merged)  # type: ignore[arg-type]
     cluster = _value(words, "--cluster")
     if cluster in ("slurm", "local", "debug"):
         return dataclasses.replace(resources, cluster=cluster)  # type: ignore[arg-type]
@@ -93,4 +122,7 @@ def _value(words: Sequence[str], flag: str) -> str | None:
 def _one_line(boxed: str) -> str:
     words = "".join(" " if 0x2500 <= ord(char) < 0x25A0 else char for char in boxed)
     text = " ".join(words.split()).split(" For full helptext")[0].split(" Argument helptext")[0]
-    return re.sub(r"^(Parsing error |Unrecognized options )", "", text)
+    text = re.sub(r"^(Parsing error |Unrecognized options )", "", text)
+    if any(f" --{name}" in f" {text}" for name in TRAIN_FLAGS):
+        text += " (arguments of train.py come after --)"
+    return text

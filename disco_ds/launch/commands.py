@@ -19,6 +19,7 @@ from disco_ds.launch.executor import check_with_slurm, job_script_path, render_j
 from disco_ds.launch.folder import FINAL, RunFolder, find_runs
 from disco_ds.launch.follow import follow, show
 from disco_ds.launch.job import Job
+from disco_ds.launch.preflight import check_settings
 from disco_ds.launch.ranks_preview import rank_table
 from disco_ds.launch.resources import Resources
 from disco_ds.launch.script import Placement
@@ -179,6 +180,8 @@ def preview(
     if command.check:
         if resources.cluster != "slurm":
             raise ValueError("--check asks Slurm; this is --cluster local")
+        for member in members:
+            check_settings(member.config, resources)
         say(check_with_slurm(script, resources))
     return DONE
 

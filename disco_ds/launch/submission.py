@@ -29,6 +29,7 @@ from disco_ds.launch.executor import (
     require_slurm,
 )
 from disco_ds.launch.folder import Event, RunFolder, write_atomically
+from disco_ds.launch.preflight import check_settings
 from disco_ds.launch.resources import Resources
 from disco_ds.launch.script import Placement
 from disco_ds.launch.snapshot import take_snapshot
@@ -174,6 +175,7 @@ def submit_run(member: Member, resources: Resources, *, code: Path | None = None
     if resources.cluster == "slurm":
         require_slurm()
     check_new(member)
+    check_settings(member.config, resources)
     run = RunFolder(member.run_dir)
     if code is None:
         code = take_snapshot(run.launch / "code")

@@ -142,7 +142,7 @@ def test_index_of_settings(tmp_path: Path) -> None:
     shards = make_shards(tmp_path, [3])
     config = DataConfig(shards=tuple(shards), index=tmp_path / "index.json")
     assert configured_index(config) == build(*shards) == ShardIndex.load(tmp_path / "index.json")
-    with pytest.raises(ValueError, match="max_bad_shards=7: must be from 0 to 1"):
+    with pytest.raises(ValueError, match=r"--data\.max_bad_shards 7: must be from 0 to 1"):
         DataConfig(max_bad_shards=7)
 
 
@@ -169,7 +169,7 @@ def test_counts_agree_however_they_are_stated(
     assert caplog.text == ""
     loader = make_loader([str(tmp_path)], batch=2, num_samples=8)
     assert loader.steps_per_epoch == 4
-    with pytest.raises(ValueError, match=r"data\.num_samples=9, but the shards hold 8"):
+    with pytest.raises(ValueError, match=r"--data\.num_samples 9, but the shards hold 8"):
         make_loader([str(tmp_path)], batch=2, num_samples=9)
 
 
@@ -257,7 +257,7 @@ def test_compressed_shards(tmp_path: Path) -> None:
         ("{dir}/empty", "the folder holds no .tar file"),
         ("{dir}/page.tar", "no samples in 1 shards; .*page.tar: not_a_tar"),
         ("{dir}/zero.tar", "no samples in 1 shards; .*zero.tar: empty_shard"),
-        ("{dir}/other.parquet", "not_a_tar"),
+        ("{dir}/other.parquet", "not a shard; name its folder, or .* in quotes"),
         ("s4://bucket/x.tar", "s4"),
     ],
 )

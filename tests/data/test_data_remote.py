@@ -13,6 +13,7 @@ import pytest
 from make_shards import flat, make_loader, make_shards, photo, take, write_tar
 
 import disco_ds.data.reader as reader_module
+from disco_ds.data import index as index_module
 from disco_ds.data.index import ShardIndex, build_index
 from disco_ds.data.loader import TrainLoader
 from disco_ds.data.remote import Command, TimedStream, open_shard
@@ -133,6 +134,30 @@ def test_a_failing_part_of_a_pipeline_counts() -> None:
 
 
 # Addresses
+
+
+def test_a_trusted_remote_shard_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import fsspec
+
+    shards = make_shards(tmp_path, [3, 5])
+    memory = fsspec.filesystem("memory")
+    for shard in map(Path, shards):
+        memory.pipe(f"/trusted/{shard.name}", shard.read_bytes())
+    source = ["memory://trusted/*.tar"]
+    counted = build_index(source, cache=None)
+    memory.pipe("/trusted/00000_stats.json", b'{"successes": 3}')
+    memory.pipe("/trusted/00001_stats.json", b'{"successes": "?"}')
+    opened: list[str] = []
+    real = index_module.open_shard
+    monkeypatch.setattr(
+        index_module,
+        "open_shard",
+        lambda url, **options: opened.append(url) or real(url, **options),
+    )
+    assert build_index(source, cache=None, counts="trust") == counted
+    assert [Path(url).name for url in opened] == ["00001.tar"]  # its number makes no sense
 
 
 def test_fsspec_addresses(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +19,7 @@ from disco_ds.distributed import (
     exit_alone,
     is_lost_contact,
     use_timeout_everywhere,
+    while_main_works,
 )
 from disco_ds.strategies.base import local_rank_of_device
 
@@ -37,6 +40,33 @@ def _devices(rank: int, world_size: int, names: dict[str, str]) -> None:
 
 def test_two_ranks_with_one_gpu_are_named_on_all_ranks() -> None:
     run_distributed(_devices, {"abc": "", "aba": "0 and 2", "abb": "1 and 2"}, world_size=3)
+
+
+def _long_work(rank: int, world_size: int) -> None:
+    """The main rank works for longer than the group's time-out; the others see that it gets on."""
+    world, ticks = World(rank, world_size, rank), []
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2), dist.group.WORLD)
+
+    def work(beat: Any) -> str:
+        for _ in range(4):
+            time.sleep(1)
+            beat()
+        return "done"
+
+    found = while_main_works(world, work, tick=lambda: ticks.append(time.monotonic()))
+    assert found == (None if rank else "done")
+    assert len(ticks) >= 3
+    with pytest.raises(ValueError, match="broken") if rank == 0 else nullcontext():
+        while_main_works(world, _break, tick=lambda: None)
+    dist.barrier()
+
+
+def _break(beat: Any) -> None:
+    raise ValueError("broken")
+
+
+def test_long_work_of_the_main_rank_is_followed() -> None:
+    run_distributed(_long_work, world_size=2)
 
 
 def _timeouts(rank: int, world_size: int) -> None:

@@ -5,6 +5,7 @@ After a wanted change: ``python tests/slurm/test_launch_script.py`` writes the g
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -92,6 +93,53 @@ def test_dry_run_prints_the_script_and_the_variables_of_each_rank(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_variables_and_options_are_given_as_often_as_needed_and_added_to_a_profile(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile = tmp_path / "site.yaml"
+    profile.write_text("env: {A: 1, B: 2}\nsbatch: {licenses: x}\n")
+    flags = [*("--env", "B", "3", "C", "4", "--env", "D=5", "--env.E", "6", "--env.F=7")]
+    flags += [*("--sbatch", "mail-type", "END", "--sbatch", "comment", "-x")]
+    own = ["train", "--dry_run", "--profile", str(profile), *flags]
+    assert main([*own, "--", *train_arguments("nowhere.tar", steps=1)]) == 0
+    said = capsys.readouterr().out
+    for name, value in zip("ABCDEF", "134567", strict=True):
+        assert f"export {name}={value}\n" in said
+    for option in ("licenses=x", "mail-type=END", "comment=-x"):
+        assert f"#SBATCH --{option}\n" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model.name", "ViT-B32"], "--model.name ViT-B32: open_clip has no such model"),
+        (["--deepspeed_config", "missing.json"], "missing.json: cannot read it"),
+        (["--data.shards", "gone.tar"], "gone.tar: no such shard"),
+        (["--strategy", "single"], "2 (ranks|processes)"),
+        (["--evaluation.zero_shot", "gone"], "gone"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("command", [["train"], ["array", "--set", "seed=1,2"]], ids=str)
+def test_what_ranks_would_refuse_is_refused_before_the_queue(
+    command: list[str],
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    base = train_arguments(write_shards(tmp_path / "shards"), steps=1)
+    where = ["--cluster", "local", "--gpus_per_node", "0", "--ranks_per_node", "2", "--detach"]
+    where = where[:-1] if command[0] == "array" else where
+    assert main([*command, *where, "--", *base, *arguments]) == 2
+    said = capsys.readouterr().err
+    assert re.search(message, said), said
+    assert said.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["shards"]
+
+
 @pytest.mark.parametrize(
     ("yaml", "message"),
     [
@@ -124,6 +172,9 @@ def test_a_wrong_profile_is_one_line_with_the_remedy(
     ("arguments", "message"),
     [
         (["train", "--nodess", "2"], "--nodess"),
+        (["train", "--nodes", "2", "--preset", "demo"], "arguments of train.py come after --"),
+        (["train", "--env", "A"], "--env A needs a value: --env A VALUE"),
+        (["train", "--sbatch", "--", "--steps", "1"], "--sbatch needs NAME VALUE"),
         (["train", "--cluster", "debug", "--nodes", "2"], "--cluster debug is one process"),
         (["train", "--profile", "none.yaml"], "--profile none.yaml: cannot read it"),
         (
