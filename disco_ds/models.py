@@ -198,8 +198,35 @@ def check_model_name(name: str) -> None:
     known = open_clip.list_models()
     if name in known:
         return
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+    if name.startswith("hf-hub:"):
+        raise ValueError(
+            f"--model.name {name}: name the model as open_clip does, such as ViT-B-32, and its "
+            "weights with --model.init, such as laion2b_s34b_b79k or a file"
+        )
+    by_case = {other.lower(): other for other in known}
+    near = [by_case[n] for n in difflib.get_close_matches(name.lower(), by_case, n=1, cutoff=0.0)]
     raise ValueError(f"--model.name {name}: open_clip has no such model; nearest: {near[0]}")
+
+
+def check_tokenizer(name: str) -> None:
+    """Load a tokenizer that comes from elsewhere, so that workers need not find it missing.
+
+    Raises:
+        ValueError: naming the model and the remedy.
+    """
+    import open_clip
+
+    text = (open_clip.get_model_config(name) or {}).get("text_cfg", {})
+    if not (source := text.get("hf_tokenizer_name") or text.get("hf_model_name")):
+        return
+    try:
+        open_clip.get_tokenizer(name)
+    except (OSError, ImportError, ValueError) as error:
+        raise ValueError(
+            f"--model.name {name}: cannot load its tokenizer {source} "
+            f"({str(error).splitlines()[0]}): pip install transformers, and load it once where "
+            "there is a network; HF_HOME is where it is kept, HF_HUB_OFFLINE=1 uses only that"
+        ) from error
 
 
 def check_trainable(name: str) -> None:

@@ -16,7 +16,7 @@ from disco_ds.data.loader import check_feed
 from disco_ds.distributed import World, agreed, broadcast_object, while_main_works
 from disco_ds.evaluation.run import check_evaluation
 from disco_ds.evaluation.tasks import ZeroShotTask
-from disco_ds.models import ModelConfig, check_trainable
+from disco_ds.models import ModelConfig, check_tokenizer, check_trainable
 from disco_ds.strategies.base import Strategy
 from disco_ds.strategies.build import build_strategy, choose_comm_hook
 from disco_ds.strategies.ds_config import RunNumbers
@@ -91,6 +91,7 @@ def plan_run(
     with agreed(world):
         parts = choose_parts(config, world)
         parts.strategy.check_device()
+        check_tokenizer(config.model.name)
         tasks = check_evaluation(config.evaluation, world)
     local = parts.local_batch_size
     with agreed(world):

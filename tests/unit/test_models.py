@@ -10,6 +10,8 @@ from disco_ds.models import (
     ModelConfig,
     Temperature,
     TemperatureConfig,
+    check_tokenizer,
+    check_trainable,
     create_clip,
     full_state_dict,
     split_state_dict,
@@ -88,6 +90,31 @@ def test_bad_weights_are_refused(tmp_path: Path, content: object) -> None:
 def test_unknown_model_names_the_nearest() -> None:
     with pytest.raises(ValueError, match=r"--model.name ViT-B32: .*nearest: ViT-B-32$"):
         create_clip(ModelConfig("ViT-B32"), seed=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("vit-b-32", "nearest: ViT-B-32$"),
+        ("hf-hub:laion/CLIP-ViT-B-32", "--model.init, such as laion2b_s34b_b79k or a file"),
+        ("coca_ViT-B-32", "captioning loss"),
+    ],
+)
+def test_models_that_are_named_otherwise_or_cannot_be_trained(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_trainable(name)
+
+
+def test_a_tokenizer_that_is_not_there_is_said_before_workers_need_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def offline(name: str) -> None:
+        raise OSError("couldn't connect to https://huggingface.co\nmore")
+
+    monkeypatch.setattr("open_clip.get_tokenizer", offline)
+    check_tokenizer("ViT-B-32")  # open_clip's own needs no network
+    with pytest.raises(ValueError, match=r"ViT-B-16-SigLIP: .*SigLIP.*huggingface.co\).*HF_HOME"):
+        check_tokenizer("ViT-B-16-SigLIP")
 
 
 def test_temperature_is_clamped_between_one_and_its_maximum() -> None:
