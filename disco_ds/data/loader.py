@@ -23,6 +23,7 @@ from disco_ds.data.judge import check_bad_share
 from disco_ds.data.partition import Stretch, Topology, draw_chances
 from disco_ds.data.pipeline import BatchDataset, ImageTransform, Recipe, Tokenize
 from disco_ds.data.planner import Planner, make_topology
+from disco_ds.data.shared_memory import warn_if_little
 from disco_ds.data.state import LoaderState, Position, State, merge_states
 from disco_ds.data.workers import Arrivals, start_workers
 from disco_ds.distributed import World
@@ -77,6 +78,8 @@ class TrainLoader:
         topology = make_topology(config, world, local_batch_size)
         if world.is_main:
             _warn_of_few_shards(index, topology)
+            if image_size is not None:
+                warn_if_little(config, batch_size=local_batch_size, image_size=image_size)
         self.num_samples = index.num_samples
         self.steps_per_epoch = topology.num_steps(index.num_samples)
         self._recipe = Recipe(

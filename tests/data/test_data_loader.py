@@ -36,6 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 import disco_ds.data.reader as reader_module
 import disco_ds.data.workers as workers_module
+from disco_ds.data import shared_memory
 from disco_ds.data.batch import DataWorkerError
 from disco_ds.data.config import DataConfig
 from disco_ds.data.index import build_index
@@ -122,6 +123,19 @@ def test_fewer_shards_than_consumers_is_said(
 ) -> None:
     make_loader(make_shards(tmp_path, [20]), world_size=2, num_workers=2)
     assert "1 shards for 4 consumers (2 ranks x 2 workers)" in caplog.text
+
+
+def test_batches_that_do_not_fit_into_shared_memory_are_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_memory, "free_bytes", lambda: 2**30)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    shards = make_shards(tmp_path, [20])
+    options = {"batch": 4, "prefetch_batches": 2, "image_size": 1024}
+    make_loader(shards, num_workers=1, **options)
+    assert "GiB" not in caplog.text  # 8 x 2 x 4 x 12 MiB = 0.75 GiB
+    make_loader(shards, num_workers=2, **options)
+    assert "2 workers on each of 8 ranks may take 1.5 GiB" in caplog.text
 
 
 @pytest.mark.parametrize(
