@@ -191,3 +191,17 @@ def test_single_process_runs_the_same_configuration(tmp_path: Path) -> None:
     train_to_the_end(0, 1, config)
     losses = [line["loss"] for line in read_metrics(tmp_path / "run") if "loss" in line]
     assert len(losses) == 3
+
+
+def test_a_resumed_run_counts_no_shard_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from disco_ds.data import index as index_module
+    from disco_ds.run_plan import plan_run
+
+    config = dataclasses.replace(configuration(tmp_path, zero=False), evaluation=EvaluationConfig())
+    first = plan_run(config, World(), run_name="test")
+    assert (first.run_dir / "index.json").is_file()
+    monkeypatch.setattr(index_module, "count_shard", lambda *_, **__: pytest.fail("read again"))
+    again = plan_run(dataclasses.replace(config, resume="latest"), World(), run_name="test")
+    assert again.index == first.index
