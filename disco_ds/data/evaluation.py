@@ -12,7 +12,7 @@ from typing import TypeVar
 from PIL.Image import Image
 
 from disco_ds.data.remote import is_local, local_path, open_shard
-from disco_ds.data.samples import SkipSampleError, decode_image, find_image
+from disco_ds.data.samples import SkipSampleError, decode_image, find_image, parse_json
 from disco_ds.data.sources import resolve
 from disco_ds.data.tar import Group, ShardError, read_groups
 from disco_ds.distributed import World
@@ -45,7 +45,7 @@ def read_samples(
             photographs upright either, and their numbers are to be met.
         only: leave all other rows out, too.
 
-    Captions are the lines of ``.txt`` (none without); class is the number in ``.cls``, or None.
+    Captions are the lines of ``.txt``, else ``caption`` in ``.json``; class is the number in ``.cls``, or None.
 
     Raises:
         ValueError: no such shard, or a shard is damaged: a metric over less would be wrong.
@@ -111,10 +111,21 @@ def _read_shard(url: str, row_offset: int, is_own: Callable[[int], bool]) -> Ite
         raise ValueError(f"{url}: {error}; evaluation needs whole shards") from error
 
 
+def _captions(group: Group) -> bytes:
+    """``.txt``; without one, where img2dataset has its caption too."""
+    if "txt" in group.members or "json" not in group.members:
+        return group.members.get("txt", b"")
+    try:
+        caption = parse_json(group.members["json"]).get("caption")
+    except SkipSampleError:
+        return b""
+    return " ".join(caption.split()).encode() if isinstance(caption, str) else b""
+
+
 def _decode(group: Group, image_transform: Callable[[Image], T]) -> tuple[T, list[str], int | None]:
     image = decode_image(find_image(group.members), max_pixels=MAX_IMAGE_PIXELS, upright=False)
     try:
-        text = group.members.get("txt", b"").decode()
+        text = _captions(group).decode()
         label = group.members.get("cls")
         number = None if label is None else int(label)
     except ValueError as error:

@@ -58,6 +58,7 @@ def evaluate_retrieval(
     batch_size: int,
     chunk_size: int = 1024,
     num_examples: int = 4,
+    name: str = "the retrieval set",
 ) -> RetrievalResult:
     """Recall of images by text and texts by image over all ranks' samples.
 
@@ -73,9 +74,9 @@ def evaluate_retrieval(
     images, texts = _encode(encoder, samples, tokenize, image_size, batch_size)
     num_images, num_texts = sum_over_ranks([len(images.rows), len(texts.rows)], world)
     if not num_images:
-        raise ValueError("the retrieval set is empty")
+        raise ValueError(f"{name} is empty")
     if not num_texts:
-        raise ValueError("no sample of the retrieval set has a caption")
+        raise ValueError(f"{name}: no sample has a caption, neither .txt nor caption in .json")
     values: dict[str, float] = {}
     best, worst = {}, {}
     for direction, queries, keys in (

@@ -136,6 +136,7 @@ class Evaluator:
             image_size=self.image_size,
             batch_size=self.config.batch_size,
             chunk_size=self.config.chunk_size,
+            name=" ".join(self.config.retrieval),
         )
 
     def _zero_shot(self, encoder: Encoder, task: ZeroShotTask) -> ZeroShotResult:

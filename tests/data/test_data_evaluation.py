@@ -48,6 +48,23 @@ def test_several_captions_per_image(tmp_path: Path) -> None:
     assert captions == ["one", "two", "three"]
 
 
+@pytest.mark.parametrize(
+    ("members", "expected"),
+    [
+        ([("a.json", b'{"caption": "one\\ntwo"}')], ["one two"]),
+        ([("a.json", b'{"caption": "one"}'), ("a.txt", b"two")], ["two"]),
+        ([("a.json", b'{"caption": null}')], []),
+        ([("a.json", b"{")], []),
+    ],
+)
+def test_captions_of_img2dataset_without_txt(
+    tmp_path: Path, members: list[tuple[str, bytes]], expected: list[str]
+) -> None:
+    write_tar(tmp_path / "0.tar", [("a.png", picture(1)), *members])
+    ((_, _, captions, _),) = read_samples([str(tmp_path)], world=World(), image_transform=colour)
+    assert captions == expected
+
+
 def test_bad_rows_are_left_out_and_keep_their_numbers(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
