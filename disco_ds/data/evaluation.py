@@ -45,7 +45,8 @@ def read_samples(
             photographs upright either, and their numbers are to be met.
         only: leave all other rows out, too.
 
-    Captions are the lines of ``.txt``, else ``caption`` in ``.json``; class is the number in ``.cls``, or None.
+    Captions are the lines of ``.txt``, else ``caption`` in ``.json``; class is the number in
+    ``.cls``, or None.
 
     Raises:
         ValueError: no such shard, or a shard is damaged: a metric over less would be wrong.
