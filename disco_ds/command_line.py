@@ -57,7 +57,7 @@ def parse_command_line(
         default = presets[name]()
     if (path := special.get("--config")) is not None:
         default = read_config(Path(path))
-    if reason := open_clip_flags.hint(rest, KNOWN) or _loss_by_flag(rest):
+    if reason := open_clip_flags.hint(rest) or _loss_by_flag(rest):
         raise ValueError(reason)
     config = _run_tyro(_spell_out_booleans(rest), _without_rival(default, rest))
     return config, special.get("--preset")
@@ -138,18 +138,17 @@ def _run_tyro(arguments: list[str], default: TrainConfig | None) -> TrainConfig:
     except SystemExit as stop:
         if not stop.code:
             raise
-        raise ValueError(_one_line(output.getvalue())) from None
+        raise ValueError(re.sub(TYRO_TITLES, "", unboxed(output.getvalue()))) from None
     assert config is not None
     if unknown:
         raise ValueError(_unknown_argument(unknown[0]))
     return config
 
 
-def _one_line(boxed: str) -> str:
-    """The reason in a message that tyro drew in a box."""
+def unboxed(boxed: str) -> str:
+    """In one line what tyro drew in a box: a title and the reason."""
     words = "".join(" " if 0x2500 <= ord(char) < 0x25A0 else char for char in boxed)
-    text = " ".join(words.split()).split(" For full helptext")[0].split(" Argument helptext")[0]
-    return re.sub(TYRO_TITLES, "", text)
+    return " ".join(words.split()).split(" For full helptext")[0].split(" Argument helptext")[0]
 
 
 def _unknown_argument(argument: str) -> str:

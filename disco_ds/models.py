@@ -222,9 +222,10 @@ def check_tokenizer(name: str) -> None:
     try:
         open_clip.get_tokenizer(name)
     except (OSError, ImportError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
         raise ValueError(
             f"--model.name {name}: cannot load its tokenizer {source} "
-            f"({str(error).splitlines()[0]}): pip install transformers, and load it once where "
+            f"({reason}): pip install transformers, and load it once where "
             "there is a network; HF_HOME is where it is kept, HF_HUB_OFFLINE=1 uses only that"
         ) from error
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Sequence
 
 HERE = {
     "--train-data": "--data.shards",
@@ -60,9 +61,9 @@ NOT_HERE = {
     "--csv-img-key": "shards of webdataset are read",
     "--csv-caption-key": "shards of webdataset are read",
     "--val-num-samples": "evaluation sets are read whole",
-    "--epochs-cooldown": "the schedules are cosine and constant",
-    "--lr-cooldown-end": "the schedules are cosine and constant",
-    "--lr-cooldown-power": "the schedules are cosine and constant",
+    "--epochs-cooldown": "the schedules are cosine, linear and constant",
+    "--lr-cooldown-end": "the schedules are cosine, linear and constant",
+    "--lr-cooldown-power": "the schedules are cosine, linear and constant",
     "--lock-image-unlocked-groups": "a tower is locked whole",
     "--lock-text-unlocked-layers": "a tower is locked whole",
     "--lock-text-freeze-layer-norm": "a locked tower is locked with its norms",
@@ -91,17 +92,21 @@ NOT_HERE = {
 """Flags of open_clip_train without a counterpart, and why."""
 
 
-def hint(arguments: Iterable[str], known: Iterable[str]) -> str | None:
-    """One line for the first argument that is a flag of open_clip_train and not among ``known``."""
-    own = set(known)
-    for argument in arguments:
-        if argument.startswith(("amp", "pure_")):
-            own_name = "bf16" if argument.endswith(("bf16", "bfloat16", "amp")) else "fp16"
-            return f"--precision {argument} is open_clip's: here it is --precision {own_name}"
-        flag = argument.partition("=")[0]
+PRECISIONS = {
+    **dict.fromkeys(("amp", "amp_bf16", "amp_bfloat16", "pure_bf16"), "bf16"),
+    "pure_fp16": "fp16",
+}
+"""Value of open_clip_train's ``--precision``, and ours."""
+
+
+def hint(arguments: Sequence[str]) -> str | None:
+    """One line for the first argument that is a flag or a precision of open_clip_train's alone."""
+    for argument, following in itertools.pairwise([*arguments, ""]):
+        flag, equals, value = argument.partition("=")
+        value = value if equals else following
+        if flag == "--precision" and value in PRECISIONS:
+            return f"--precision {value} is open_clip's: here it is --precision {PRECISIONS[value]}"
         theirs = flag.replace("_", "-")
-        if flag in own or theirs.replace("-", "_").replace("__", "--", 1) in own:
-            continue
         if theirs in HERE:
             return f"{flag} is open_clip's: here it is {HERE[theirs]}"
         if theirs in NOT_HERE:

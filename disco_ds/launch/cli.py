@@ -15,6 +15,7 @@ from typing import Any
 
 import tyro
 
+from disco_ds.command_line import unboxed
 from disco_ds.config import TrainConfig
 from disco_ds.launch.commands import COMMANDS, Command, with_resources
 from disco_ds.launch.resources import Resources, load_profile
@@ -120,9 +121,7 @@ def _value(words: Sequence[str], flag: str) -> str | None:
 
 
 def _one_line(boxed: str) -> str:
-    words = "".join(" " if 0x2500 <= ord(char) < 0x25A0 else char for char in boxed)
-    text = " ".join(words.split()).split(" For full helptext")[0].split(" Argument helptext")[0]
-    text = re.sub(r"^(Parsing error |Unrecognized options )", "", text)
+    text = re.sub(r"^(Parsing error |Unrecognized options )", "", unboxed(boxed))
     if any(f" --{name}" in f" {text}" for name in TRAIN_FLAGS):
         text += " (arguments of train.py come after --)"
     return text

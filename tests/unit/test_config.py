@@ -130,6 +130,15 @@ def test_switches_are_spelt_as_people_do(spelt: list[str]) -> None:
     assert not parse(*base, "--plan", "false", "--seed", "1").plan
 
 
+def test_names_that_look_like_precisions_are_left_alone() -> None:
+    config = parse(
+        "--preset", "demo", "--data.shards", "amp_1.tar", "pure_2.tar", "--run_dir", "amp"
+    )
+    assert config.data.shards == ("amp_1.tar", "pure_2.tar")
+    with pytest.raises(ValueError, match=r"^--precision pure_fp16 is .*--precision fp16$"):
+        parse("--preset", "demo", "--precision=pure_fp16")
+
+
 def table_of(path: Path) -> dict[str, str]:
     lines = [line for line in path.read_text().splitlines() if line.startswith("| `--")]
     return dict(line.replace("`", "").strip("| ").split(" | ") for line in lines)
@@ -145,6 +154,8 @@ def test_every_flag_of_open_clip_has_an_answer() -> None:
     # Equal in both, so parsed as ours.
     assert theirs - own - set(HERE) - set(NOT_HERE) == set()
     assert own & (set(HERE) | set(NOT_HERE)) == set()
+    hyphens = {flag.replace("_", "-") for flag in own}  # how some people type ours
+    assert hyphens & (set(HERE) | set(NOT_HERE)) == set()
     named = {flag for answer in HERE.values() for flag in re.findall(r"--[a-z._0-9]+", answer)}
     assert named <= own, named - own
     assert table_of(ROOT / "docs" / "from_open_clip.md") == HERE | NOT_HERE
