@@ -198,7 +198,7 @@ def while_main_works(
     """
     if world.world_size == 1:
         return work(tick)
-    store = PrefixStore(f"disco_ds/work/{next(_works)}", _default_store())
+    store = PrefixStore(f"disco_ds/long_work/{next(_works)}", _default_store())
     if world.is_main:
         beats = _Beats(store, tick)
         try:

@@ -123,17 +123,7 @@ class FastCLIPLoss(ContrastiveLoss):
             wire_dtype=wire_dtype,
             normalize=normalize,
         )
-        if version not in ("v0", "v1", "v2", "v3"):
-            raise ValueError(f"version must be v0, v1, v2 or v3, got {version!r}")
-        if mode not in ("exact", "fastclip_compat"):
-            raise ValueError(f'mode must be "exact" or "fastclip_compat", got {mode!r}')
-        if duplicates not in ("mask", "position"):
-            raise ValueError(f'duplicates must be "mask" or "position", got {duplicates!r}')
-        if version == "v2" and kernel == "triton":
-            raise ValueError(
-                'kernel="triton": v2, with a temperature per sample, has no Triton kernel; use '
-                'kernel="auto" or "torch"'
-            )
+        _check_options(version, mode, duplicates, kernel)
         if not 0 < tau_min <= tau_init <= tau_max:
             raise ValueError(
                 "need 0 < tau_min <= tau_init <= tau_max, got "
@@ -155,13 +145,8 @@ class FastCLIPLoss(ContrastiveLoss):
             tau_max=tau_max,
             by_epoch=released,
         )
-        columns = dict.fromkeys(LOG_U, 0.0)
-        if version == "v2":
-            columns |= TAU_COLUMNS
-            columns |= {"tau_image": tau_init, "tau_text": tau_init}
-            columns |= dict.fromkeys(BOUNDS, 0.0) if self.objective.eps_grows else {}
         self.table = SampleState(
-            columns,
+            self._columns(tau_init),
             num_samples=num_samples,
             process_group=process_group,
             device=table_device,
@@ -172,6 +157,15 @@ class FastCLIPLoss(ContrastiveLoss):
         self._epoch = 0.0
         self._lr_dropped = False
         self._lr_drops = False  # what the last call asks for, latched by after_step
+
+    def _columns(self, tau_init: float) -> dict[str, float]:
+        """Names of the table's columns and their starting values."""
+        columns = dict.fromkeys(LOG_U, 0.0)
+        if self.version == "v2":
+            columns |= TAU_COLUMNS | {"tau_image": tau_init, "tau_text": tau_init}
+        if self.objective.eps_grows:
+            columns |= dict.fromkeys(BOUNDS, 0.0)
+        return columns
 
     # What the trainer calls.
 
@@ -353,6 +347,20 @@ class FastCLIPLoss(ContrastiveLoss):
     def extra_repr(self) -> str:
         """Show the options that differ between instances."""
         return f"version={self.version!r}, mode={self.mode!r}, {super().extra_repr()}"
+
+
+def _check_options(version: str, mode: str, duplicates: str, kernel: Kernel) -> None:
+    if version not in ("v0", "v1", "v2", "v3"):
+        raise ValueError(f"version must be v0, v1, v2 or v3, got {version!r}")
+    if mode not in ("exact", "fastclip_compat"):
+        raise ValueError(f'mode must be "exact" or "fastclip_compat", got {mode!r}')
+    if duplicates not in ("mask", "position"):
+        raise ValueError(f'duplicates must be "mask" or "position", got {duplicates!r}')
+    if version == "v2" and kernel == "triton":
+        raise ValueError(
+            'kernel="triton": v2, with a temperature per sample, has no Triton kernel; use '
+            'kernel="auto" or "torch"'
+        )
 
 
 def _wanted(call: Call) -> bool:

@@ -58,6 +58,22 @@ def test_bash_can_read_it(name: str) -> None:
     subprocess.run(["bash", "-n"], input=scripts()[name], text=True, check=True)
 
 
+def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line with which the launcher refuses arguments."""
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert said.count("\n") == 1
+    return said
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working folder."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
 def test_gang_flags_are_always_there() -> None:
     for runner in ("srun", "torchrun"):
         resources = Resources(nodes=2, gpus_per_node=4, cpus_per_gpu=3, runner=runner)  # type: ignore[arg-type]
@@ -125,19 +141,15 @@ def test_what_ranks_would_refuse_is_refused_before_the_queue(
     command: list[str],
     arguments: list[str],
     message: str,
-    tmp_path: Path,
+    here: Path,
     capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    base = train_arguments(write_shards(tmp_path / "shards"), steps=1)
+    base = train_arguments(write_shards(here / "shards"), steps=1)
     where = ["--cluster", "local", "--gpus_per_node", "0", "--ranks_per_node", "2", "--detach"]
     where = where[:-1] if command[0] == "array" else where
-    assert main([*command, *where, "--", *base, *arguments]) == 2
-    said = capsys.readouterr().err
+    said = refused([*command, *where, "--", *base, *arguments], capsys)
     assert re.search(message, said), said
-    assert said.count("\n") == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["shards"]
+    assert [path.name for path in here.iterdir()] == ["shards"]
 
 
 @pytest.mark.parametrize(
@@ -161,11 +173,9 @@ def test_a_wrong_profile_is_one_line_with_the_remedy(
 ) -> None:
     profile = tmp_path / "site.yaml"
     profile.write_text(yaml)
-    assert main(["train", "--profile", str(profile), "--", "--steps", "1"]) == 2
-    said = capsys.readouterr().err
+    said = refused(["train", "--profile", str(profile), "--", "--steps", "1"], capsys)
     assert said.startswith(f"error: --profile {profile}: ")
     assert message in said
-    assert said.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -210,21 +220,12 @@ def test_a_wrong_profile_is_one_line_with_the_remedy(
     ],
 )
 def test_wrong_input_is_one_line_and_status_2(
-    arguments: list[str],
-    message: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str], message: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     if "--global_batch_size" in arguments:
         arguments = ["train", "--gpus_per_node", "3", *arguments[1:]]
-    assert main(arguments) == 2
-    said = capsys.readouterr().err
-    assert message in said
-    assert said.startswith("error: ")
-    assert said.count("\n") == 1
-    assert list(tmp_path.iterdir()) == []
+    assert message in refused(arguments, capsys)
+    assert list(here.iterdir()) == []
 
 
 def test_without_slurm_it_says_so_and_names_the_local_cluster(
